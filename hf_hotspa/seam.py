@@ -83,8 +83,8 @@ class Options:
             schedule: The pipeline schedule.
         """
 
-    def check_strategy(self, strategy: Any, shape: Any) -> None:
-        """Checks one strategy and a `ModelShape`; what it rejects is not offered by searches."""
+    def check_strategy(self, strategy: Any, shape: Any, schedule: str) -> None:
+        """Checks one strategy, a `ModelShape` and the pipeline schedule; searches do not offer what it rejects."""
 
     def check_model(self, description: Any, buckets: Sequence[Any], options: Any) -> None:
         """Checks a `ModelDescription` and `EngineOptions`, on all ranks alike."""

@@ -125,14 +125,6 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         option="context_parallel",
         recorded=True,
     )
-    hotspa_expert_capacity: float = flag(
-        0.0,
-        "Tokens per expert, relative to the mean; 0: no limit.",
-        number=Number(0, fix="use 0 for no limit, or 1.25, say"),
-        option="expert_capacity",
-        made=lambda factor: factor or None,
-        recorded=True,
-    )
     hotspa_staging_mb: int = flag(
         16,
         "Size of each of the two staging buffers of a switch, in MiB.",

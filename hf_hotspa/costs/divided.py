@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from hf_hotspa.costs.terms import Cost, Exchanges, Hop
-from hf_hotspa.errors import HotspaConfigError, StrategyError
+from hf_hotspa.errors import StrategyError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import cut_into_chains
 from hf_hotspa.strategy import Strategy
@@ -129,16 +129,6 @@ def exchange_seconds(
         again, back = measured.gather, measured.all_to_all
         return tokens * (2 * again.token_s + back.token_s) / 3, 2 * again.latency_s + back.latency_s
     return tokens * hop.token_s, 3 * (strategy.cp - 1) * hop.latency_s
-
-
-def check_capacity(factor: float | None) -> None:
-    """Checks a capacity factor. Raises `HotspaConfigError`: it is not a finite number above 0."""
-    if factor is not None and not 0 < factor < math.inf:
-        raise HotspaConfigError(
-            f"the capacity factor of experts is {factor}",
-            where="hotspa_expert_capacity",
-            fix="use a number such as 1.25, or leave it out: no token is dropped",
-        )
 
 
 def tokens_at_a_time(strategy: Strategy, pack_tokens: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hf_hotspa.costs.divided import AUTO, GATHER, RING, ULYSSES, choose_way
 from hf_hotspa.errors import HotspaError, StrategyError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.pipeline_order import check_runs
+from hf_hotspa.packing.pipeline_order import check_runs, wants_one_shape
 from hf_hotspa.seam import Options
 from hf_hotspa.strategy import Bucket, Strategy
 
@@ -25,17 +25,11 @@ class RunOptions:
     context_parallel: str = AUTO  # the cp method, one of `costs.divided.WAYS`
     device_type: str = "cuda"  # `cpu` or `cuda`
     features: tuple[Options, ...] = ()  # settings of features, some of which do not run every strategy
-    expert_capacity: float | None = None  # the capacity factor, if any
-
-    @property
-    def _wants_one_shape(self) -> bool:
-        """Whether the pipeline schedule is one of torch's, which need packs of one shape."""
-        return self.schedule in ("1f1b", "gpipe")
 
     def check(self, buckets: Iterable[Bucket], shape: ModelShape) -> None:
-        """Checks that all strategies can run, and that a capacity of experts applies to complete packs. Raises
-        `StrategyError`: a schedule or a cp method that cannot run a strategy, or fewer tokens than cp ranks;
-        `UnsupportedError`: an option that cp, ep or a capacity of experts does not support."""
+        """Checks that all strategies can run. Raises `StrategyError`: a schedule or a cp method that cannot run a
+        strategy, or fewer tokens than cp ranks; `UnsupportedError`: an option that cp or ep does not support; and what
+        features raise."""
         for bucket in buckets:
             strategy, cp = bucket.strategy, bucket.strategy.cp
             if bucket.capacity < cp:
@@ -56,16 +50,14 @@ class RunOptions:
     def _check(self, strategy: Strategy, shape: ModelShape) -> None:
         check_runs(self.schedule, strategy)
         for settings in self.features:
-            settings.check_strategy(strategy, shape)
+            settings.check_strategy(strategy, shape, self.schedule)
         if strategy.exchanges_tokens:
             self._check_divided(strategy)
         if strategy.cp > 1:
             self._check_context(strategy, shape)
-        if self.expert_capacity is not None:
-            self._check_capacity(strategy, shape)
 
     def _check_divided(self, strategy: Strategy) -> None:
-        if strategy.pp > 1 and self._wants_one_shape:
+        if strategy.pp > 1 and wants_one_shape(self.schedule):
             raise UnsupportedError(
                 f"the pipeline schedule {self.schedule!r} under {strategy}",
                 why="it needs packs of one shape, and the rows of a pack's ranks differ by some tokens"
@@ -89,22 +81,4 @@ class RunOptions:
                 if strategy.ck
                 else "its blocks are computed by a kernel for CPU",
                 fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
-            )
-
-    def _check_capacity(self, strategy: Strategy, shape: ModelShape) -> None:
-        if shape.ep_unsupported_reason or not shape.num_experts:
-            raise UnsupportedError(
-                "a capacity of experts (hotspa_expert_capacity)",
-                why=(shape.ep_unsupported_reason or f"{shape.family} has no experts").removesuffix(", so ep must be 1"),
-                fix="leave hotspa_expert_capacity out",
-            )
-        parts = {"cp": strategy.cp > 1, "+sp": strategy.sp, "+ck": strategy.ck > 0}
-        cutting = next((name for name, is_there in parts.items() if is_there), None)
-        if cutting or (strategy.pp > 1 and self._wants_one_shape):
-            raise UnsupportedError(
-                f"a capacity of experts (hotspa_expert_capacity) under {strategy}"
-                + ("" if cutting else f" with the pipeline schedule {self.schedule!r}"),
-                why="which tokens are dropped is decided for a complete pack, and "
-                + (f"{cutting} computes parts of packs" if cutting else "it pads packs to one shape"),
-                fix=f"leave {cutting} out" if cutting else _OWN_SCHEDULE,
             )

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from hf_hotspa.costs.divided import WAYS, check_capacity
+from hf_hotspa.costs.divided import WAYS
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.errors import HotspaConfigError, check_choice
 from hf_hotspa.layout.stages import StageCosts
@@ -53,8 +53,6 @@ class EngineOptions:
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
         features: Settings of features (`hf_hotspa.seam`), such as `PipeDream()`.
         record_routers: Whether replicas always record router choices; for a tape.
-        expert_capacity: The most tokens of a pack for one expert, times the mean (`parallel.expert_capacity`); None for
-            all, which is exact.
         context_parallel: The cp method: `auto`, `ulysses`, `allgather` or `ring` (`costs.divided`).
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
@@ -105,14 +103,12 @@ class EngineOptions:
     stage_costs: StageCosts | None = None
     pair_costs: Mapping[int, float] = field(default_factory=dict)
     context_parallel: str = "auto"
-    expert_capacity: float | None = None
     features: tuple[Options, ...] = ()
     record_routers: bool = False
 
     def __post_init__(self) -> None:
         check_choice("the pipeline schedule", self.pipeline_schedule, SCHEDULES)
         check_choice("the cp method", self.context_parallel, WAYS)
-        check_capacity(self.expert_capacity)
         check_choice("the planner", self.planner, PLANNERS)
         for what, seconds in (("the timeout of switches", self.switch_timeout_s), ("the timeout", self.timeout_s)):
             if not 0 < seconds <= LONGEST_TIMEOUT_S:
@@ -142,8 +138,7 @@ class EngineOptions:
 
     def of_run(self, device_type: str) -> RunOptions:
         """The options that decide which strategies can run on such devices."""
-        way, capacity = self.context_parallel, self.expert_capacity
-        return RunOptions(self.pipeline_schedule, way, device_type, self.features, capacity)
+        return RunOptions(self.pipeline_schedule, self.context_parallel, device_type, self.features)
 
     @property
     def runners(self) -> tuple[Runner, ...]:

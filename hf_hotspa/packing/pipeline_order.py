@@ -69,6 +69,11 @@ def runs_rounds(schedule: str) -> bool:
     return schedule != "gpipe"
 
 
+def wants_one_shape(schedule: str) -> bool:
+    """Returns whether a schedule is one of torch's, which need packs of one shape."""
+    return schedule in ("1f1b", "gpipe")
+
+
 def check_runs(schedule: str, strategy: Strategy) -> None:
     """Rejects an unsupported schedule: torch's run whole packs, its GPipe one stage on each rank. Raises `StrategyError`."""
     if strategy.ck and strategy.pp > 1 and not runs_chunks(schedule):

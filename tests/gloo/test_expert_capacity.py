@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.features.experts.capacity import Capacity
 from hf_hotspa.features.experts.expert_parallel import ExpertCapacity
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.report import MEASURES
@@ -55,7 +56,7 @@ def errors_of(rank, world_size, family, strategies):
         without, _ = shared_reference(model, rows)
         model.zero_grad(set_to_none=True)
         for buckets in bucket_lists:
-            engine = make_engine(model, buckets, expert_capacity=factor)
+            engine = make_engine(model, buckets, features=(Capacity(factor),))
             mini_batch = make_mini_batch(engine, rows)
             assert all(len(pack.lengths) == 1 for packs in mini_batch.plan.phases[0].replicas for pack in packs)
             with exact_in_double(torch.float64):
@@ -112,7 +113,7 @@ def test_the_rule_keeps_the_first_tokens_of_each_expert():
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_factor_that_is_none_is_refused(factor):
     with pytest.raises(HotspaConfigError, match="capacity factor of experts"):
-        EngineOptions(expert_capacity=factor)
+        EngineOptions(features=(Capacity(factor),))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,6 @@ def test_a_factor_that_is_none_is_refused(factor):
 def test_where_packs_are_not_whole_or_experts_unknown_it_is_refused_by_name(model, buckets, schedule, says):
     model = tiny_model(model) if model == "llama_gqa_bias" else tiny_model_of(model)
     with pytest.raises(UnsupportedError) as caught:
-        make_engine(model, buckets, expert_capacity=1.0, pipeline_schedule=schedule)
+        make_engine(model, buckets, features=(Capacity(1.0),), pipeline_schedule=schedule)
     assert says in str(caught.value)
     assert caught.value.fix

@@ -11,6 +11,7 @@ from hf_hotspa.costs.memory import MemoryModel, activation_bytes
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import StrategyError
+from hf_hotspa.features.experts.capacity import Capacity
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.search.offers import divided, experts_that_pay, longest_by_strategy, with_chunks
@@ -51,7 +52,7 @@ def test_every_division_of_experts() -> None:
 
     assert names(runnable())[:3] == ["dp4ep2", "dp4ep4", "dp2pp2ep2"]
     assert all(s.pp == 1 for s in runnable(schedule="gpipe"))
-    assert all(not s.sp for s in runnable(expert_capacity=1.25))
+    assert all(not s.sp for s in runnable(features=(Capacity(1.25),)))
     assert runnable(features=(HandOver(),)) == []
 
 

@@ -1,11 +1,18 @@
-"""Mixtures of experts: experts over ranks, a capacity of experts, and the balance loss of routers. Its hooks; see
-`hf_hotspa.seam`."""
+"""Mixtures of experts: experts over ranks, their capacity, and the balance loss of routers.
+
+Its hooks; see `hf_hotspa.seam`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
+from hf_hotspa.features.experts.capacity import Capacity
 from hf_hotspa.features.experts.terms import TERMS
-from hf_hotspa.seam import Measure
+from hf_hotspa.seam import Flags, Measure, settings
+
+options = Capacity
+
+flags = Flags(arguments="hf_hotspa.features.experts.arguments:ExpertArguments")
 
 terms = TERMS
 
@@ -22,14 +29,15 @@ def attach(replica: Any, description: Any, options: Any) -> Iterator[Any]:
     from hf_hotspa.features.experts.expert_parallel import ExpertCapacity, ExpertParallel, fits_grouped_kernels
     from hf_hotspa.features.experts.router_loss import RouterLoss
 
-    mesh, factor = replica.mesh, options.expert_capacity
+    mesh, limit = replica.mesh, settings(options.features, Capacity)
     if not fits_grouped_kernels(replica.compute_dtype, [slot.shape for slot in replica.slots]):
         replica.model.config._experts_implementation = "eager"
     if description.auxiliary_layers:
         yield RouterLoss(replica.model, description.auxiliary_layers, writes=mesh.coord.tp == 0)
     capacity = None
-    if factor is not None:
-        capacity = ExpertCapacity(factor, mesh.coord.tp == 0, () if mesh.experts is not None else description.experts)
+    if limit is not None:
+        alone = () if mesh.experts is not None else description.experts
+        capacity = ExpertCapacity(limit.factor, mesh.coord.tp == 0, alone)
     if mesh.experts is not None:
         parallel = ExpertParallel(mesh, capacity)
         parallel.divide(replica.model, description.experts)

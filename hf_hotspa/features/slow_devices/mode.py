@@ -23,7 +23,7 @@ LOSSY = ("resize", "semi")
 class HandOver(Options):
     """Linears that tp cuts can hand over columns of their products, or leave them out (`flexible_linear`)."""
 
-    def check_strategy(self, strategy: Strategy, shape: ModelShape) -> None:
+    def check_strategy(self, strategy: Strategy, shape: ModelShape, schedule: str) -> None:
         if strategy.v > 1:
             raise StrategyError(
                 f"strategy {strategy} has several stages on each rank, beside ranks that offload work (hotspa_stragglers)",
