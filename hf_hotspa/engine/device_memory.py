@@ -16,22 +16,15 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Bytes on one rank.
+    """Bytes on one rank."""
 
-    Args:
-        master_weights: The rank's share of the master store.
-        master_gradients: Of the same share.
-        weights: In the largest strategy of the pool; of two strategies with a second source. Includes all versions if
-            stages update by themselves.
-        gradients: In the largest strategy.
-        switch: Staging and relay buffers: everything beside source and target.
-    """
-
-    master_weights: int
-    master_gradients: int
+    master_weights: int  # the rank's share of the master store
+    master_gradients: int  # of the same share
+    # in the largest strategy of the pool; of two strategies with a second source. Includes all versions if stages
+    # update by themselves.
     weights: int
-    gradients: int
-    switch: int
+    gradients: int  # in the largest strategy
+    switch: int  # staging and relay buffers: everything beside source and target
 
     @property
     def total(self) -> int:
@@ -42,14 +35,7 @@ class MemoryForecast:
         return f"{self.total / _MIB:,.1f} MiB ({parts})"
 
     def check(self, limit_bytes: int | None, rank: int) -> None:
-        """Raises if the total is above the limit.
-
-        Args:
-            limit_bytes: None for no limit.
-
-        Raises:
-            DeviceMemoryError: with the parts of the total.
-        """
+        """Raises `DeviceMemoryError`, with the parts of the total, if it is above the limit; None for no limit."""
         if limit_bytes is not None and self.total > limit_bytes:
             raise DeviceMemoryError(
                 f"the strategies need {self} and the device has {limit_bytes / _MIB:,.1f} MiB",

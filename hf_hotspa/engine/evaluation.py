@@ -42,26 +42,19 @@ class EvaluationResult:
 
 
 class Evaluation:
-    """One pass over an evaluation set; use it in a `with` statement. All methods are collective unless noted.
-
-    Args:
-        end_all: Called when a phase fails: ends all ranks' work, and raises.
-        load_facts: What else the ranks must agree on before weights are loaded.
-        store: Replaces the master store: a second, frozen model of the same shape.
-        training: Whether the model is in training mode, with the dropout of the step.
-        step: Mini-batches before this one in the run.
-    """
+    """One pass over an evaluation set; use it in a `with` statement. All methods are collective unless noted."""
 
     def __init__(
         self,
         phases: Mapping[Strategy, PhaseRunner],
         agreement: Agreement,
         groups: ProcessGroups,
+        # called when a phase fails: ends all ranks' work, and raises
         end_all: Callable[[PhaseBatch, str, BaseException], NoReturn],
-        load_facts: Callable[[], dict[str, str]],
-        store: MasterStore | None = None,
-        training: bool = False,
-        step: int = 0,
+        load_facts: Callable[[], dict[str, str]],  # what else the ranks must agree on before weights are loaded
+        store: MasterStore | None = None,  # replaces the master store: a second, frozen model of the same shape
+        training: bool = False,  # whether the model is in training mode, with the dropout of the step
+        step: int = 0,  # mini-batches before this one in the run
     ) -> None:
         self._phases, self._agreement, self._groups, self._load_facts = phases, agreement, groups, load_facts
         self._end_all, self._store, self._training, self._step = end_all, store, training, step
@@ -91,7 +84,7 @@ class Evaluation:
         return None
 
     def run(self, mini_batch: MiniBatch, with_logits: bool = False, keep_graphs: bool = False) -> EvaluationResult:
-        """Runs all phases of a mini-batch forward.
+        """Runs all phases of a mini-batch forward. Raises `HotspaError`: on every rank; the weights are unchanged.
 
         Args:
             mini_batch: Its strategies must be in the engine's pool. It may have no labels.
@@ -99,9 +92,6 @@ class Evaluation:
                 training pass that begins with them.
             with_logits: Give every rank the logits of all sequences: tokens of the mini-batch x vocabulary size x 4
                 bytes on each rank, and the same over the wire.
-
-        Raises:
-            HotspaError: on every rank; the weights are unchanged.
         """
         self._num_mini_batches += 1
         where = f"evaluation mini-batch {self._num_mini_batches}"

@@ -62,38 +62,28 @@ def _dtype(wire: Wire) -> torch.dtype:
 class BoundRound:
     """The tensors of a round, made once for the buffers of a switch: making a view costs more than copying a kilobyte.
 
-    Args:
-        buffers: Detached from autograd.
-        send_staging: uint8, for messages that are packed.
-        receive_staging: uint8, for messages that do not land in place.
-        accumulate: Whether received data is added, as in a gradient return.
-
     Attributes:
-        outgoing: The tensor that each message sends, once packed.
-        incoming: Where each message is received, if possible in the target buffer.
-        packs: What is staged unconverted: `(staged, views)`; `converts` has views of another dtype or device.
         local: Targets and sources of the copies inside the rank.
-        unpacks: Messages that did not land in place: `(views, parts of the message)`.
-        adds: Contributions of a return, this rank's included, by source rank: `(source rank, views, contributions)`.
-        host_sums: Whether some are added on another device: a master store in host memory.
-        local_bytes: Bytes moved inside the rank, in the target dtype.
     """
 
     def __init__(
         self,
         current: Round,
-        buffers: Views,
-        send_staging: torch.Tensor,
-        receive_staging: torch.Tensor,
-        accumulate: bool,
+        buffers: Views,  # detached from autograd
+        send_staging: torch.Tensor,  # uint8, for messages that are packed
+        receive_staging: torch.Tensor,  # uint8, for messages that do not land in place
+        accumulate: bool,  # whether received data is added, as in a gradient return
         rank: int,
     ) -> None:
-        self.outgoing: list[torch.Tensor] = []
-        self.incoming: list[torch.Tensor] = []
+        self.outgoing: list[torch.Tensor] = []  # the tensor that each message sends, once packed
+        self.incoming: list[torch.Tensor] = []  # where each message is received, if possible in the target buffer
         self._staged: dict[int, torch.Tensor] = {}
+        # what is staged unconverted: `(staged, views)`; `converts` has views of another dtype or device
         self.packs: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self.converts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        # messages that did not land in place: `(views, parts of the message)`
         self.unpacks: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        # contributions of a return, this rank's included, by source rank: `(source rank, views, contributions)`
         self.adds: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
         for message in current.sends:
             self._bind_send(message, buffers, send_staging)
@@ -110,6 +100,7 @@ class BoundRound:
             [_view(local.target, buffers) for local in current.local],
             [_view(local.source, buffers) for local in current.local],
         )
+        # bytes moved inside the rank, in the target dtype
         self.local_bytes = sum(view.numel() * view.itemsize for view in self.local[0])
         self.sent_bytes = sum(message.num_bytes for message in current.sends)
         self.received_bytes = sum(message.num_bytes for message in current.receives)
@@ -143,16 +134,12 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Binding:
-    """The rounds of a schedule (None where empty), bound to the tensors of one set of buffers.
-
-    Args:
-        buffers: With the relay buffers, detached from autograd.
-    """
+    """The rounds of a schedule (None where empty), bound to the tensors of one set of buffers."""
 
     plan: SwitchPlan
     schedule: Schedule
     places: list[Place]
-    buffers: Views
+    buffers: Views  # with the relay buffers, detached from autograd
     rounds: list[BoundRound | None]
 
 
@@ -205,25 +192,17 @@ class SwitchStats:
 
     Wire bytes count wire dtypes, local bytes the target's. Seconds are host time, without waiting for an accelerator:
     that would undo the overlap of rounds.
-
-    Args:
-        num_messages: Sent and received.
-        num_rounds: The same on every rank.
-        pack_seconds: Packing and converting outgoing data.
-        wire_seconds: Posting messages and waiting for them.
-        local_seconds: Copies inside the rank of a load; they overlap with messages on the wire.
-        unpack_seconds: Unpacking, converting and adding.
     """
 
     sent_bytes: int = 0
     received_bytes: int = 0
     local_bytes: int = 0
-    num_messages: int = 0
-    num_rounds: int = 0
-    pack_seconds: float = 0.0
-    wire_seconds: float = 0.0
-    local_seconds: float = 0.0
-    unpack_seconds: float = 0.0
+    num_messages: int = 0  # sent and received
+    num_rounds: int = 0  # the same on every rank
+    pack_seconds: float = 0.0  # packing and converting outgoing data
+    wire_seconds: float = 0.0  # posting messages and waiting for them
+    local_seconds: float = 0.0  # copies inside the rank of a load; they overlap with messages on the wire
+    unpack_seconds: float = 0.0  # unpacking, converting and adding
 
     @property
     def seconds(self) -> float:
@@ -236,29 +215,26 @@ _Flight = tuple[int, TransferHandle | None]
 
 
 class SwitchExecutor:
-    """Runs the plans of one rank over a transport.
-
-    Args:
-        staging_bytes: Limit of each of the two staging buffers. It decides the rounds: the same on all ranks.
-        forward: The transport for hops inside nodes (on NCCL a separate communicator: one that spans nodes uses fewer
-            channels); `transport` by default.
-        native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that have the wire's dtype in loads on every rank:
-            long stretches from one of these to another go from buffer to buffer. The same on all ranks.
-        by_layer: Whether to keep groups of segments small, for a computation beside the switch; otherwise they are as
-            large as memory allows, for fewest messages. The same on all ranks.
-        master_device: Where the source of loads and the target of returns are; `device` by default. If another one,
-            `SOURCE` is not `native`.
-    """
+    """Runs the plans of one rank over a transport."""
 
     def __init__(
         self,
         transport: Transport,
         rank: int,
+        # limit of each of the two staging buffers. It decides the rounds: the same on all ranks.
         staging_bytes: int = 64 << 20,
         device: torch.device | str = "cpu",
+        # the transport for hops inside nodes (on NCCL a separate communicator: one that spans nodes uses fewer
+        # channels); `transport` by default
         forward: Transport | None = None,
+        # the stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that have the wire's dtype in loads on every rank: long
+        # stretches from one of these to another go from buffer to buffer. The same on all ranks.
         native: Collection[int] = (),
+        # whether to keep groups of segments small, for a computation beside the switch; otherwise they are as large as
+        # memory allows, for fewest messages. The same on all ranks.
         by_layer: bool = False,
+        # where the source of loads and the target of returns are; `device` by default. If another one, `SOURCE` is not
+        # `native`.
         master_device: torch.device | str | None = None,
     ) -> None:
         self.transport, self.forward, self.rank = transport, forward or transport, rank
@@ -296,30 +272,21 @@ class SwitchExecutor:
     def steps(
         self,
         plan: SwitchPlan,
-        source: Buffers,
-        target: Buffers,
+        source: Buffers,  # the buffers of the source layout; unchanged, not overlapping the target buffers
+        target: Buffers,  # the buffers of the target layout; a load copies into them, a gradient return adds to them
+        # None only for segments outside the plan. Local copies are converted directly from source to target dtype.
         wire_dtypes: Wires,
-        epoch: int,
+        epoch: int,  # incremented by all ranks with each switch; separates the messages of switches
+        # receives complete segments, and waits for unready ones; None if nothing is computed beside
         progress: Progress | None = None,
-        second: Buffers | None = None,
+        second: Buffers | None = None,  # the buffers of the second source layout, if any
     ) -> Generator[None, None, SwitchStats]:
         """Runs this rank's part of a plan; the target buffers are complete at the end. Yields once per round, between
         posting messages and waiting for them; `run` is the same in one call.
 
-        Every rank has the same number of rounds, so one thread can drive all ranks of a loopback hub in turn.
-
-        Args:
-            source: The buffers of the source layout; unchanged, not overlapping the target buffers.
-            target: The buffers of the target layout; a load copies into them, a gradient return adds to them.
-            wire_dtypes: None only for segments outside the plan. Local copies are converted directly from source to
-                target dtype.
-            epoch: Incremented by all ranks with each switch; separates the messages of switches.
-            progress: Receives complete segments, and waits for unready ones; None if nothing is computed beside.
-            second: The buffers of the second source layout, if any.
-
-        Raises:
-            PlanError: a buffer is missing or too small, or a wire dtype is missing; nothing was sent.
-            TransferError: a transfer failed; the process group must not be used again.
+        Every rank has the same number of rounds, so one thread can drive all ranks of a loopback hub in turn. Raises
+        `PlanError`: a buffer is missing or too small, or a wire dtype is missing; nothing was sent. Raises
+        `TransferError`: a transfer failed; the process group must not be used again.
         """
         if self._failure:
             raise TransferError(f"switch {plan.name!r} cannot run: an earlier one failed in flight", why=self._failure)
@@ -568,11 +535,8 @@ class SegmentGate:
             self._changed.notify_all()
 
     def wait(self, segments: Iterable[int]) -> None:
-        """Blocks until all these segments are open; the caller's stream then waits for what completed them.
-
-        Raises:
-            HotspaError: the gate was cancelled.
-        """
+        """Blocks until all these segments are open; the caller's stream then waits for what completed them. Raises
+        `HotspaError`: the gate was cancelled."""
         wanted = set(segments)
         with self._changed:
             self._changed.wait_for(lambda: self._cancelled is not None or not wanted & self._closed)
@@ -586,12 +550,6 @@ class SegmentGate:
 class SwitchJob:
     """One switch: run by `SwitchWorker.submit` beside later work, or already over.
 
-    Args:
-        run: Runs the switch with the job as its progress; None if it has run in the caller's thread and stream.
-        gate: What it waits for before it reads a segment; None if everything is ready.
-        device: Where it runs, beside the computation.
-        stats: Of a switch that has run.
-
     Attributes:
         exposed_s: Host seconds that callers were blocked in `wait` and `result`; on CUDA without the time that the
             caller's stream waits for events.
@@ -603,10 +561,11 @@ class SwitchJob:
     def __init__(
         self,
         name: str,
+        # runs the switch with the job as its progress; None if it has run in the caller's thread and stream
         run: Callable[["SwitchJob"], SwitchStats] | None = None,
-        gate: SegmentGate | None = None,
-        device: torch.device | None = None,
-        stats: SwitchStats | None = None,
+        gate: SegmentGate | None = None,  # what it waits for before it reads a segment; None if everything is ready
+        device: torch.device | None = None,  # where it runs, beside the computation
+        stats: SwitchStats | None = None,  # of a switch that has run
     ) -> None:
         self.name, self._run, self._gate, self._device = name, run, gate, device
         self._submitted = None if run is None else _Stamp(device)
@@ -622,10 +581,7 @@ class SwitchJob:
     def wait(self, segments: Iterable[int]) -> None:
         """Blocks until these segments' target buffers are complete, for the host and for the caller's stream.
 
-        Segments that the switch does not report are complete at its end.
-
-        Raises:
-            Exception: what ended the job.
+        Segments that the switch does not report are complete at its end. Raises `Exception`: what ended the job.
         """
         wanted = set(segments)
         self._block(lambda: wanted <= self._complete.keys())
@@ -636,11 +592,7 @@ class SwitchJob:
             stamp.wait()
 
     def result(self) -> SwitchStats:
-        """Blocks until the switch is over; returns its statistics.
-
-        Raises:
-            Exception: what ended the job.
-        """
+        """Blocks until the switch is over; returns its statistics. Raises `Exception`: what ended the job."""
         if not self.succeeded:
             self._block(lambda: False)
         if self._ended is not None:

@@ -30,28 +30,19 @@ _HOST_TEXTS = ("can't allocate memory", "not enough memory")
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Facts about running out of memory, as plain data.
-
-    Args:
-        step: The mini-batch, counted from 1.
-        act: The phase's act: `load`, `compute` or `return`.
-        pack_tokens: Tokens of the largest pack begun; 0 before the first one.
-        predicted_bytes: Of the strategy on a rank.
-        held_bytes: This rank's peak memory so far.
-        text: The allocator's message.
-        is_whole: Whether the prediction includes activations and optimizer states, as with `auto`, and not only
-            weights, gradients, master store and switch buffers.
-    """
+    """Facts about running out of memory, as plain data."""
 
     rank: int
-    step: int
-    act: str
+    step: int  # the mini-batch, counted from 1
+    act: str  # the phase's act: `load`, `compute` or `return`
     strategy: str
-    pack_tokens: int
+    pack_tokens: int  # tokens of the largest pack begun; 0 before the first one
     pack_sequences: int
-    predicted_bytes: int
-    held_bytes: int
-    text: str
+    predicted_bytes: int  # of the strategy on a rank
+    held_bytes: int  # this rank's peak memory so far
+    text: str  # the allocator's message
+    # whether the prediction includes activations and optimizer states, as with `auto`, and not only weights, gradients,
+    # master store and switch buffers
     is_whole: bool = False
 
     def error(self, where: str) -> PhaseMemoryError:
@@ -112,16 +103,13 @@ def out_of_memory(
 
 
 class PhaseFailures:
-    """Explains the failures of phases, on the main thread and in the switch thread.
-
-    Attributes:
-        out_of_memory: Facts about running out of memory on this rank, until `note` writes them.
-        predicted_bytes: By strategy, on a rank, if a memory model knows; for messages.
-    """
+    """Explains the failures of phases, on the main thread and in the switch thread."""
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         self._rank, self._mailbox = rank, mailbox
+        # facts about running out of memory on this rank, until `note` writes them
         self.out_of_memory: OutOfMemory | None = None
+        # by strategy, on a rank, if a memory model knows; for messages
         self.predicted_bytes: Mapping[Strategy, float] = {}
 
     def phase_begins(self, phase: PhaseBatch, runner: PhaseRunner, step: int, where: str) -> None:
@@ -176,11 +164,8 @@ def note(folder: str | Path, failures: PhaseFailures) -> None:
 
 
 def largest_packs(folder: str | Path) -> dict[str, int]:
-    """Strategy -> maximum tokens of its packs; 0 if its weights did not fit. Empty without a file.
-
-    Raises:
-        HotspaConfigError: the file is damaged.
-    """
+    """Strategy -> maximum tokens of its packs; 0 if its weights did not fit. Empty without a file. Raises
+    `HotspaConfigError`: the file is damaged."""
     most: dict[str, int] = {}
     for entry in _entries(folder):
         name, tokens = entry["strategy"], int(entry["pack_tokens"] * _SMALLER)
@@ -251,22 +236,15 @@ _CHANGED = "earlier packs of this mini-batch have already changed the weights, d
 
 def raise_non_finite(
     plan: MiniBatchPlan,
-    phases: Mapping[Strategy, PhaseRunner],
+    phases: Mapping[Strategy, PhaseRunner],  # the runners, with the losses of their packs
     master: MasterStore,
     agreement: Agreement,
     loss: float,
     where: str,
-    is_unchanged: bool = True,
+    is_unchanged: bool = True,  # whether this mini-batch has changed no weight
 ) -> NoReturn:
-    """Raises the same error on every rank. Collective.
-
-    Args:
-        phases: The runners, with the losses of their packs.
-        is_unchanged: Whether this mini-batch has changed no weight.
-
-    Raises:
-        NonFiniteError: naming the first parameter with a non-finite gradient, the first pack with a non-finite loss.
-    """
+    """Raises the same error on every rank. Collective. Raises `NonFiniteError`: naming the first parameter with a
+    non-finite gradient, the first pack with a non-finite loss."""
     why = _UNCHANGED if is_unchanged else _CHANGED
     places = agreement.gather([float(number) for number in _first_bad_pack(plan, phases)])
     for phase, replica, pack in places.int().tolist():

@@ -111,23 +111,7 @@ class _OfTheLoss:
 
 
 class MasterStore:
-    """This rank's share of the weights and gradients.
-
-    Args:
-        compute_device: Where this rank computes and its process groups are; `device` by default. A share in host memory
-            beside an accelerator is pinned.
-        by_stage: See `master_layout`.
-        trained: Whether there will be gradients; otherwise strategies only load from it.
-
-    Attributes:
-        weights: By segment, 1-D in the segment's master dtype; None if this rank owns nothing of it.
-        gradients: Likewise, for trained segments.
-        parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model. Their `.grad` is a
-            view of `gradients` after `bind_gradients`. Size 0 without elements on this rank.
-        trained: Names of the parameters with gradients, the same on all ranks.
-        shares: This rank's part of each parameter, by Hugging Face name.
-        frozen_version: Counts changes of frozen weights, so that strategies know when their copies are old.
-    """
+    """This rank's share of the weights and gradients."""
 
     def __init__(
         self,
@@ -135,28 +119,34 @@ class MasterStore:
         rank: int,
         world_size: int,
         device: torch.device,
+        # where this rank computes and its process groups are; `device` by default. A share in host memory beside an
+        # accelerator is pinned.
         compute_device: torch.device | None = None,
-        by_stage: Strategy | None = None,
-        trained: bool = True,
+        by_stage: Strategy | None = None,  # see `master_layout`
+        trained: bool = True,  # whether there will be gradients; otherwise strategies only load from it
     ) -> None:
         self.vector, self.rank, self.world_size, self.device = vector, rank, world_size, device
         self.by_stage = by_stage
         self.compute_device = compute_device or device
         pinned = device.type == "cpu" and self.compute_device.type == "cuda"
         self.layout: Layout = master_layout(vector, world_size, by_stage)
-        self.frozen_version = 0
+        self.frozen_version = 0  # counts changes of frozen weights, so that strategies know when their copies are old
+        # by segment, 1-D in the segment's master dtype; None if this rank owns nothing of it
         self.weights: list[Tensor | None] = []
-        self.gradients: list[Tensor | None] = []
+        self.gradients: list[Tensor | None] = []  # likewise, for trained segments
         for segment in vector.segments:
             size, dtype = self.layout.sizes[rank][segment.index], getattr(torch, segment.master_dtype)
             memory = {"dtype": dtype, "device": device, "pin_memory": pinned}
             self.weights.append(torch.empty(size, **memory) if size else None)
             has_gradient = size and segment.trainable and trained
             self.gradients.append(torch.zeros(size, **memory) if has_gradient else None)
+        # 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model. Their `.grad` is a view of
+        # `gradients` after `bind_gradients`. Size 0 without elements on this rank.
         self.parameters: dict[str, nn.Parameter] = {}
         self._views: dict[str, Tensor] = {}
         self._bound: Collection[str] = ()
         owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
+        # this rank's part of each parameter, by Hugging Face name
         self.shares = {spec.name: _share(spec, vector.segment_of(spec).index, owned) for spec in vector.specs}
         for name, (spec, start, stop, index, low) in self.shares.items():
             here = slice(low, low + stop - start)
@@ -167,7 +157,7 @@ class MasterStore:
             if parameter.requires_grad:
                 self._views[name] = grad[here] if grad is not None else torch.empty_like(view)
                 _OfTheLoss(name, parameter)
-        self.trained = tuple(self._views)
+        self.trained = tuple(self._views)  # names of the parameters with gradients, the same on all ranks
 
     def empty_buffers(self) -> list[Tensor | None]:
         """Zeros laid out as this rank's trained weights: by segment, None if it owns nothing or nothing is trained."""
@@ -185,17 +175,13 @@ class MasterStore:
     @torch.no_grad()
     def gather(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,  # all ranks; None with one rank
         frozen: bool = True,
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = lambda: None,  # called before each segment
+        # what to gather instead, with the weights' layout and dtypes: the gradients, `empty_buffers`
         buffers: Sequence[Tensor | None] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Every complete parameter, on every rank, in master precision; one segment at a time is in memory. Collective.
-
-        Args:
-            group: All ranks; None with one rank.
-            before: Called before each segment.
-            buffers: What to gather instead, with the weights' layout and dtypes: the gradients, `empty_buffers`.
 
         Yields:
             The Hugging Face name (each tied name once) and a tensor of that shape, valid until the next one.
@@ -230,19 +216,14 @@ class MasterStore:
     @torch.no_grad()
     def stream(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,  # all ranks; None with one rank
         dtype_of: Callable[[ParameterSpec], torch.dtype],
-        to: int | None = None,
-        before: Callable[[], None] = lambda: None,
+        to: int | None = None,  # the only rank that receives them; all by default
+        before: Callable[[], None] = lambda: None,  # called before each segment
     ) -> Iterator[tuple[ParameterSpec, Tensor]]:
         """Every complete parameter, in the requested dtype: shares are cast before they travel. Collective.
 
         A rank holds at most one segment beyond its share, and if it casts its part of that, a second copy of the part.
-
-        Args:
-            group: All ranks; None with one rank.
-            to: The only rank that receives them; all by default.
-            before: Called before each segment.
 
         Yields:
             The spec, and a tensor of the Hugging Face shape, which stays valid; nothing on other ranks than `to`.

@@ -73,11 +73,8 @@ class WeightGuard:
         self._job = None
 
     def check(self) -> None:
-        """Runs at the end of every forward of the replica.
-
-        Raises:
-            ModelError: after the first forward, if no module waited for a parameter.
-        """
+        """Runs at the end of every forward of the replica. Raises `ModelError`: after the first forward, if no module
+        waited for a parameter."""
         if self._job is None:
             return
         if self._unseen:

@@ -105,17 +105,9 @@ def peak_memory(device: torch.device) -> int:
 class PhaseRunner:
     """One strategy on this rank.
 
-    Args:
-        overlap: Which switches to submit to a worker.
-        options: The engine's options. If the first stage is frozen, the pipeline schedule is `own`.
-
     Attributes:
-        parts: This rank's stages, one or two with `+v2`, in pipeline order.
-        replica: The last of them, which has the loss if the pipeline ends here.
         layout: The weight layout; equal layouts use the same buffers, filled in the same way.
         hands_over: Whether the next phase of the mini-batch continues with these weights and gradients.
-        act: The current or last act: `load`, `compute` or `return`.
-        frozen_bytes: Bytes of frozen weights that the last load moved between ranks, summed over ranks.
     """
 
     def __init__(
@@ -125,8 +117,8 @@ class PhaseRunner:
         switching: Switching,
         master: MasterStore,
         buffers: Mapping[str, Tensor],
-        overlap: Overlap,
-        options: EngineOptions,
+        overlap: Overlap,  # which switches to submit to a worker
+        options: EngineOptions,  # the engine's options. If the first stage is frozen, the pipeline schedule is `own`.
     ) -> None:
         self.mesh, self._switching, self._master, self.name = mesh, switching, master, str(mesh.strategy)
         self.layout, self.hands_over = mesh.strategy.layout, False
@@ -134,8 +126,9 @@ class PhaseRunner:
         self._weight_places, self._gradient_places = switching.places(mesh.strategy)
         self.weights: list[Tensor | None] = []
         device, parts = master.compute_device, range(mesh.strategy.v)
+        # this rank's stages, one or two with `+v2`, in pipeline order
         self.parts = [Replica(description, mesh, device, buffers, options, part) for part in parts]
-        self.replica = self.parts[-1]
+        self.replica = self.parts[-1]  # the last of them, which has the loss if the pipeline ends here
         # torch's schedules differentiate the first stage's output
         trains_first = _trains_first_stage(description.vector, mesh.strategy)
         schedule = options.pipeline_schedule if trains_first else "own"
@@ -161,39 +154,27 @@ class PhaseRunner:
         self._watch = GradientWatch(parameters) if returns_beside else None
         self._load_job: SwitchJob | None = None
         self._return_job: SwitchJob | None = None
-        self.act = "load"
-        self.frozen_bytes = 0
+        self.act = "load"  # the current or last act: `load`, `compute` or `return`
+        self.frozen_bytes = 0  # bytes of frozen weights that the last load moved between ranks, summed over ranks
         self._holder: Hashable = None
         self._source = master
         self._there: frozenset[int] = frozenset()
 
     def run(
         self,
-        phase: PhaseBatch,
-        plan: PhasePlan,
-        scale: float,
-        previous: "PhaseRunner | None",
+        phase: PhaseBatch,  # what this rank runs
+        plan: PhasePlan,  # what all ranks run
+        scale: float,  # 1 / (label tokens of the mini-batch)
+        previous: "PhaseRunner | None",  # the phase before in the mini-batch
         *,
-        step: int,
-        since: float,
-        wait_for_all: Callable[[], None],
-        following: "PhaseRunner | None" = None,
-        training: bool = True,
-        is_loaded: bool = False,
+        step: int,  # number of earlier mini-batches
+        since: float,  # moment from which the phase's start is counted
+        wait_for_all: Callable[[], None],  # returns when all ranks are here
+        following: "PhaseRunner | None" = None,  # the phase after
+        training: bool = True,  # whether the model is in training mode
+        is_loaded: bool = False,  # whether `load_for_forward` has loaded the weights; graphs of packs may exist, too
     ) -> tuple[float, PhaseMeasure]:
         """Runs the complete phase: load, compute, return. Collective.
-
-        Args:
-            phase: What this rank runs.
-            plan: What all ranks run.
-            scale: 1 / (label tokens of the mini-batch).
-            previous: The phase before in the mini-batch.
-            following: The phase after.
-            training: Whether the model is in training mode.
-            step: Number of earlier mini-batches.
-            since: Moment from which the phase's start is counted.
-            wait_for_all: Returns when all ranks are here.
-            is_loaded: Whether `load_for_forward` has loaded the weights; graphs of packs may exist, too.
 
         Returns:
             This rank's part of the loss, and its measurements.
@@ -318,19 +299,13 @@ class PhaseRunner:
     def compute(
         self,
         micro_batches: Sequence[MicroBatch],
-        scale: float,
-        most_tokens: int | None = None,
-        is_last: bool = True,
+        scale: float,  # 1 / (label tokens of the mini-batch)
+        most_tokens: int | None = None,  # the most tokens in flight in a pipeline; None for no limit
+        is_last: bool = True,  # whether gradients are final afterwards
+        # what all replicas run; required if units are streamed or replicas run in lockstep
         plan: PhasePlan | None = None,
     ) -> Tensor:
-        """Forward and backward. Returns this rank's part of the phase's loss (fp64 scalar); ranks add up to it.
-
-        Args:
-            scale: 1 / (label tokens of the mini-batch).
-            most_tokens: The most tokens in flight in a pipeline; None for no limit.
-            is_last: Whether gradients are final afterwards.
-            plan: What all replicas run; required if units are streamed or replicas run in lockstep.
-        """
+        """Forward and backward. Returns this rank's part of the phase's loss (fp64 scalar); ranks add up to it."""
         self._return_job = None
         num_packs, keeps_step = len(micro_batches), self._keeps_step
         if keeps_step:

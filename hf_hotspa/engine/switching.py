@@ -41,35 +41,20 @@ _RESIDENT = "what several units use"
 
 
 class PlanPool:
-    """Plans of all strategies of a run.
-
-    Args:
-        strategies: The pool; the order of their shards is chosen here.
-        weight_sizes: Bytes per element of each segment on the wire.
-        gradient_sizes: The same for gradients.
-        planner: One of `planner.PLANNERS`.
-        second_source: Whether a load may also draw on the previous strategy's weights.
-        by_stage: Whether each stage's part of the master store lies on its ranks; for a single strategy. Then no
-            transfer leaves a stage, so that stages can transfer at different times: `relay`, which forwards through
-            other stages' ranks, becomes `algorithm1`.
-
-    Attributes:
-        has_frozen: Whether some weights are frozen and others trained; some loads then have only the trained ones.
-        units: What strategies with `+z2` and `+z3` load and return one at a time.
-
-    Raises:
-        HotspaConfigError: unknown planner.
-    """
+    """Plans of all strategies of a run. Raises `HotspaConfigError`: unknown planner."""
 
     def __init__(
         self,
         vector: ParameterVector,
-        strategies: Sequence[Strategy],
+        strategies: Sequence[Strategy],  # the pool; the order of their shards is chosen here
         cluster: Cluster,
-        weight_sizes: Sequence[int],
-        gradient_sizes: Sequence[int],
-        planner: str = "relay",
-        second_source: bool = False,
+        weight_sizes: Sequence[int],  # bytes per element of each segment on the wire
+        gradient_sizes: Sequence[int],  # the same for gradients
+        planner: str = "relay",  # one of `planner.PLANNERS`
+        second_source: bool = False,  # whether a load may also draw on the previous strategy's weights
+        # whether each stage's part of the master store lies on its ranks; for a single strategy. Then no transfer
+        # leaves a stage, so that stages can transfer at different times: `relay`, which forwards through other stages'
+        # ranks, becomes `algorithm1`.
         by_stage: bool = False,
     ) -> None:
         check_choice("the planner", planner, PLANNERS)
@@ -78,12 +63,13 @@ class PlanPool:
         orders = nested_orders(strategies, vector.layer_costs, vector.stage_costs.with_step_times(()))
         self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
         self.second_source = second_source
-        self.units = Units(vector)
+        self.units = Units(vector)  # what strategies with `+z2` and `+z3` load and return one at a time
         self.master = master_layout(vector, cluster.world_size, self.strategies[0] if by_stage else None)
         self._vector, self._cluster, self._planner = vector, cluster, planner
         self._weight_sizes, self._gradient_sizes = weight_sizes, gradient_sizes
         self._layouts = {strategy: strategy_layout(vector, strategy) for strategy in self.strategies}
         trainable = {segment.trainable for segment in vector.segments}
+        # whether some weights are frozen and others trained; some loads then have only the trained ones
         self.has_frozen = trainable == {True, False}
         first = {own.layout: own for own in reversed(self.strategies)}
         self._twins = {own: first[own.layout] for own in self.strategies}
@@ -280,13 +266,12 @@ class Arenas:
 
     Attributes:
         keeps_last: Whether the last strategy's weights stay while the next ones are loaded.
-        last: The arena with the latest weights.
     """
 
     def __init__(self, device: torch.device, copies: int = 1) -> None:
         self.gradients = Arena(device)
         self._weights, self.keeps_last = [Arena(device) for _ in range(copies)], copies > 1
-        self.last = self._weights[-1]
+        self.last = self._weights[-1]  # the arena with the latest weights
 
     def reserve(self, weights: Places, gradients: Places) -> None:
         """Allocates what a strategy needs beyond earlier ones."""
@@ -372,18 +357,7 @@ Switch = tuple[SwitchPlan, Wires]
 
 
 class Switching:
-    """The switches of one rank.
-
-    Args:
-        on_failure: Called for a switch that fails beside the computation.
-
-    Attributes:
-        worker: Runs switches beside the computation; None if none does.
-        weight_dtypes: By segment, in strategies and on the wire.
-        gradient_dtypes: By segment, as accumulated in strategies; None for frozen segments.
-        return_dtypes: By segment, as sent to the master store.
-        forecast: The memory that this rank will need.
-    """
+    """The switches of one rank."""
 
     def __init__(
         self,
@@ -392,9 +366,10 @@ class Switching:
         cluster: Cluster,
         groups: ProcessGroups,
         options: EngineOptions,
-        on_failure: Callable[[Exception], object],
+        on_failure: Callable[[Exception], object],  # called for a switch that fails beside the computation
     ) -> None:
         device, rank, runner = groups.device, groups.rank, options.runner
+        # by segment: weights in strategies and on the wire, gradients as accumulated (None if frozen), and as sent
         self.weight_dtypes = [getattr(torch, s.dtype) for s in vector.segments]
         trained = [segment.dtype if segment.trainable else None for segment in vector.segments]
         self.gradient_dtypes = [dtype and getattr(torch, options.gradients.accumulated(dtype)) for dtype in trained]
@@ -435,14 +410,14 @@ class Switching:
         )
         self._rank, self._runner = rank, runner
         self.arenas = Arenas(device, 2 if self.pool.second_source else 1)
-        self.forecast = self._forecast(vector)
+        self.forecast = self._forecast(vector)  # the memory that this rank will need
         self._frozen_sizes = [
             0 if segment.trainable else size for segment, size in zip(vector.segments, weight_sizes, strict=True)
         ]
         self._frozen_bytes: dict[str, int] = {}
         self._limit = options.memory_limit or device_limit(device)
         streams = any(strategy.z for strategy in strategies)
-        self.worker = SwitchWorker(device, on_failure) if overlap or streams else None
+        self.worker = SwitchWorker(device, on_failure) if overlap or streams else None  # beside the computation
         self._epoch = 0
 
     def _forecast(self, vector: ParameterVector) -> MemoryForecast:
@@ -465,11 +440,8 @@ class Switching:
         )
 
     def take_cut(self, vector: ParameterVector) -> None:
-        """Makes all plans anew for another stage partition; no switch may be running. Not collective.
-
-        Raises:
-            DeviceMemoryError: the device cannot hold the strategies; `pool` and `forecast` are already the new ones.
-        """
+        """Makes all plans anew for another stage partition; no switch may be running. Not collective. Raises
+        `DeviceMemoryError`: the device cannot hold the strategies; `pool` and `forecast` are already the new ones."""
         second_source = self.pool.second_source
         self.pool = self._make_pool(vector)
         self.pool.second_source = second_source
@@ -486,11 +458,7 @@ class Switching:
         return lay_out(sizes, self.weight_dtypes, rooms.weights), lay_out(sizes, self.gradient_dtypes, rooms.gradients)
 
     def check_memory(self) -> None:
-        """Raises if the forecast does not fit.
-
-        Raises:
-            DeviceMemoryError: it is above the given limit, or above the device's free memory.
-        """
+        """Raises `DeviceMemoryError` if the forecast is above the given limit, or above the device's free memory."""
         self.forecast.check(self._limit, self._rank)
 
     def prepare(self) -> None:
@@ -517,19 +485,12 @@ class Switching:
         plan: SwitchPlan,
         source: Buffers,
         target: Buffers,
-        second: Buffers | None = None,
-        gate: SegmentGate | None = None,
-        beside: bool = False,
-        cleared: Sequence[int] = (),
+        second: Buffers | None = None,  # the previous strategy's weights, if the plan draws on them
+        gate: SegmentGate | None = None,  # when the strategy's buffers may be read or written; by default at once
+        beside: bool = False,  # whether to run in the worker's thread; otherwise the job is done on return
+        cleared: Sequence[int] = (),  # source buffers to zero before they are sent, in the worker's thread
     ) -> SwitchJob:
-        """Fills a strategy's weights from the master store, or adds its gradients to the store's. Collective.
-
-        Args:
-            second: The previous strategy's weights, if the plan draws on them.
-            gate: When the strategy's buffers may be read or written; by default at once.
-            beside: Whether to run in the worker's thread; otherwise the job is done on return.
-            cleared: Source buffers to zero before they are sent, in the worker's thread.
-        """
+        """Fills a strategy's weights from the master store, or adds its gradients to the store's. Collective."""
         self._epoch += 1
         epoch = self._epoch  # the same on every rank: all run the same switches
         dtypes = self.return_dtypes if plan.accumulate else self.weight_dtypes

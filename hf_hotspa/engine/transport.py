@@ -28,11 +28,8 @@ class TransferHandle(Protocol):
 
     def wait(self) -> None:
         """Returns when all are done: on CPU when the bytes have arrived, on an accelerator when later work of the
-        current stream will come after their arrival.
-
-        Raises:
-            TransferError: an operation failed; the message names rank, peer and tag.
-        """
+        current stream will come after their arrival. Raises `TransferError`: an operation failed; the message names
+        rank, peer and tag."""
         ...
 
 

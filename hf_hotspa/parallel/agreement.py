@@ -359,26 +359,18 @@ class Agreement:
 
     def run(
         self,
-        where: str,
+        where: str,  # the place, for messages: `set-up`
         function: Callable[[], T],
-        digests: Callable[[T], Mapping[str, str]] | None = None,
+        digests: Callable[[T], Mapping[str, str]] | None = None,  # what must be equal on all ranks, by name (`check`)
         *,
-        facts: Callable[[T], Mapping[str, str]] | None = None,
+        facts: Callable[[T], Mapping[str, str]] | None = None,  # the same, with values that the message shows
+        # converts other exceptions to an error for all ranks. If None, this rank alone raises them, at once (a broken
+        # connection as a typed error), and the others find them in the mailbox.
         otherwise: Callable[[Exception], HotspaError] | None = None,
     ) -> T:
-        """Calls the function on every rank; returns its value if it succeeds on all. A collective call.
-
-        Args:
-            where: The place, for messages: `set-up`.
-            digests: What must be equal on all ranks, by name (`check`).
-            facts: The same, with values that the message shows.
-            otherwise: Converts other exceptions to an error for all ranks. If None, this rank alone raises them, at once
-                (a broken connection as a typed error), and the others find them in the mailbox.
-
-        Raises:
-            HotspaError: on every rank, the error of the first rank on which one of the functions raised.
-            PlanMismatchError: on every rank, when something differs.
-        """
+        """Calls the function on every rank; returns its value if it succeeds on all. A collective call. Raises
+        `HotspaError`: on every rank, the error of the first rank on which one of the functions raised. Raises
+        `PlanMismatchError`: on every rank, when something differs."""
         outcome: list[T] = []  # empty after an error: a value may be None
         error, compared, shown = None, dict[str, str](), dict[str, str]()
         try:
@@ -399,28 +391,19 @@ class Agreement:
 
     def check(
         self,
-        digests: Mapping[str, str],
-        error: HotspaError | None,
-        where: str,
+        digests: Mapping[str, str],  # what must be equal, by name
+        error: HotspaError | None,  # this rank's error, or None
+        where: str,  # the place, for messages: `mini-batch 12`
         *,
+        # the same, with values that the message shows. Names may differ between ranks, too.
         facts: Mapping[str, str] | None = None,
-        balance: int = 0,
+        balance: int = 0,  # a number; its sum over all ranks must be 0 modulo 2^64 (see `check_mini_batch`)
+        # the error if it is not. Called on every rank, so it may communicate.
         explain: Callable[[], HotspaError] | None = None,
     ) -> None:
-        """Returns when no rank has an error and all digests are equal; this takes one small collective.
-
-        Args:
-            digests: What must be equal, by name.
-            error: This rank's error, or None.
-            where: The place, for messages: `mini-batch 12`.
-            facts: The same, with values that the message shows. Names may differ between ranks, too.
-            balance: A number; its sum over all ranks must be 0 modulo 2^64 (see `check_mini_batch`).
-            explain: The error if it is not. Called on every rank, so it may communicate.
-
-        Raises:
-            HotspaError: on every rank, the error of the first rank that has one.
-            PlanMismatchError: on every rank, when something differs. Nothing has been sent.
-        """
+        """Returns when no rank has an error and all digests are equal; this takes one small collective. Raises
+        `HotspaError`: on every rank, the error of the first rank that has one. Raises `PlanMismatchError`: on every
+        rank, when something differs. Nothing has been sent."""
         if self.group is None:
             if error is not None:
                 raise error
@@ -630,19 +613,14 @@ _MODULUS = 1 << 64
 def check_mini_batch(
     agreement: Agreement,
     mini_batch: MiniBatch,
+    # returns what must be equal before a load. The others are as in `Agreement.check`.
     load_facts: Callable[[], Mapping[str, str]],
     error: HotspaError | None,
     where: str,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Returns when all ranks may begin a mini-batch: no error, one plan, and the same rows within each replica.
-
-    Args:
-        load_facts: Returns what must be equal before a load. The others are as in `Agreement.check`.
-
-    Raises:
-        HotspaError: on every rank.
-    """
+    """Returns when all ranks may begin a mini-batch: no error, one plan, and the same rows within each replica. Raises
+    `HotspaError`: on every rank."""
     if agreement.group is None:  # alone
         if error is not None:
             raise error
@@ -746,16 +724,14 @@ _announced: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictiona
 
 
 def same_outcome(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
-    """Runs a step, and publishes or reads its outcome. The n-th calls of all ranks belong together.
+    """Runs a step, and publishes or reads its outcome. The n-th calls of all ranks belong together. Raises
+    `HotspaError`: the error, on every rank that calls; or `PeerError`, if the deciding rank never calls.
 
     Args:
         what: What is done, such as the path of a file. An error reaches only ranks that did the same.
         function: What this rank does; it may raise a `HotspaError`.
         decides: Whether this rank's outcome counts for all.
         timeout_s: How long to wait for the deciding rank.
-
-    Raises:
-        HotspaError: the error, on every rank that calls; or `PeerError`, if the deciding rank never calls.
     """
     error: HotspaError | None = None
     try:

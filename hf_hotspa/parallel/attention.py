@@ -56,53 +56,35 @@ _MASKED_QUERIES = 512
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Dropout of the probabilities of one call of an attention module.
+    """Dropout of the probabilities of one call of an attention module."""
 
-    Args:
-        p: The probability to be dropped.
-        keep: From a sequence's index in the pack, its queries `[first, last)`, counted from its first one in the row, and its
-            keys `[low, high)`, counted from its first key: which probabilities stay, bool, broadcast to [H, queries, keys].
-    """
-
-    p: float
+    p: float  # the probability to be dropped
+    # from a sequence's index in the pack, its queries `[first, last)`, counted from its first one in the row, and its
+    # keys `[low, high)`, counted from its first key: which probabilities stay, bool, broadcast to [H, queries, keys]
     keep: Callable[[int, tuple[int, int], tuple[int, int]], Tensor]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How the products of queries and keys become scores and probabilities.
+    """How the products of queries and keys become scores and probabilities."""
 
-    Args:
-        scaling: Factor on the products.
-        sliding_window: Tokens that a position sees, itself included; all before it when None.
-        softcap: Scores become `softcap * tanh(scores / softcap)` when given.
-        dropout: Dropout of the probabilities; None for none.
-    """
-
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    dropout: AttentionDropout | None = None
+    scaling: float  # factor on the products
+    sliding_window: int | None = None  # tokens that a position sees, itself included; all before it when None
+    softcap: float | None = None  # scores become `softcap * tanh(scores / softcap)` when given
+    dropout: AttentionDropout | None = None  # dropout of the probabilities; None for none
 
 
 def explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    lengths: Sequence[int],
+    query: Tensor,  # [H, T, D]
+    key: Tensor,  # [K, S, D]; H is a multiple of K
+    value: Tensor,  # [K, S, E]
+    sinks: Tensor | None,  # [H] further scores, which take part in the softmax and add no value; None for none
+    lengths: Sequence[int],  # queries of each sequence
     scores: Scores,
+    # keys of each sequence, whose last tokens the queries are; as many as queries when None
     key_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Causal attention inside each sequence of a packed row.
-
-    Args:
-        query: [H, T, D].
-        key: [K, S, D]; H is a multiple of K.
-        value: [K, S, E].
-        sinks: [H] further scores, which take part in the softmax and add no value; None for none.
-        lengths: Queries of each sequence.
-        key_lengths: Keys of each sequence, whose last tokens the queries are; as many as queries when None.
 
     Returns:
         [H, T, E].
@@ -210,7 +192,7 @@ def attend_explicitly(
 
 
 def explicit_gradients(
-    of_out: Tensor,
+    of_out: Tensor,  # [H, T, E], the gradient of the result
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -218,11 +200,7 @@ def explicit_gradients(
     lengths: SequenceLengths,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of queries, keys, values and sinks, each in its dtype; arguments as for `attend_explicitly`.
-
-    Args:
-        of_out: [H, T, E], the gradient of the result.
-    """
+    """The gradients of queries, keys, values and sinks, each in its dtype; arguments as for `attend_explicitly`."""
     heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
     wide = torch.promote_types(query.dtype, torch.float32)
     of_query = torch.zeros_like(query)
@@ -327,21 +305,13 @@ class ChunkPrefix(Prefix, Protocol):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A family's arguments beside queries, keys and values; see `packed_attention`.
+    """A family's arguments beside queries, keys and values; see `packed_attention`."""
 
-    Args:
-        scaling: Factor on the scores; None for the usual one.
-        sliding_window: Tokens that a position sees; None for all before it.
-        softcap: Cap of the scores; None for none.
-        sinks: [H] further scores; None for none.
-        dropout: The probability of dropping attention probabilities; 0 if the module is not trained.
-    """
-
-    scaling: float | None
-    sliding_window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-    dropout: float
+    scaling: float | None  # factor on the scores; None for the usual one
+    sliding_window: int | None  # tokens that a position sees; None for all before it
+    softcap: float | None  # cap of the scores; None for none
+    sinks: Tensor | None  # [H] further scores; None for none
+    dropout: float  # the probability of dropping attention probabilities; 0 if the module is not trained
 
     @property
     def is_fusable(self) -> bool:
@@ -374,38 +344,32 @@ and values of its row. Collective among the ranks that share the pack."""
 
 @dataclass
 class PackedSequences:
-    """The sequences of one pack, as the attention kernels need them.
+    """The sequences of one pack, as the attention kernels need them."""
 
-    Args:
-        lengths: Tokens of each sequence, in the order of the row.
-        cu_seqlens: int32 [number of sequences + 1], the running sum of the lengths, on the device of the row.
-        prefix: The tokens before the row, if a sequence began elsewhere; else None.
-        divided: How to attend if the row is a part of a pack; None if it is the pack.
-        gathered_keys: With `divided`, the keys of each piece of a sequence, if they are gathered.
-        num_calls: How often a layer attended to this pack, to check that a family really calls this attention.
-        token_keys: The keys of dropout's draws, see `features.dropout.dropout`; None without dropout.
-        calls: How often each dropout module has drawn for the tokens that it saw.
-        visible: The tokens of the row that the running layer sees, `(first, last + 1)`; None for all.
-        attention_dropout: Decides which attention probabilities stay; None without such dropout.
-        first_tokens: The place of each sequence's first token in its row, for that.
-        carried: Linear attention's states before and behind the row (`features.isolation.isolation`); None for whole sequences.
-        division: How the pack is divided if the row is a part of it.
-        plans: Cached plans of linear-attention layers, by the width of their convolution.
-    """
-
-    lengths: tuple[int, ...]
-    cu_seqlens: Tensor
+    lengths: tuple[int, ...]  # tokens of each sequence, in the order of the row
+    cu_seqlens: Tensor  # int32 [number of sequences + 1], the running sum of the lengths, on the device of the row
+    # the tokens before the row, if a sequence began elsewhere; else None
     prefix: Prefix | None = field(default=None, compare=False)
+    # how to attend if the row is a part of a pack; None if it is the pack
     divided: AttendsDivided | None = field(default=None, compare=False)
+    # with `divided`, the keys of each piece of a sequence, if they are gathered
     gathered_keys: tuple[int, ...] | None = field(default=None, compare=False)
+    # how often a layer attended to this pack, to check that a family really calls this attention
     num_calls: int = field(default=0, compare=False)
+    # the keys of dropout's draws, see `features.dropout.dropout`; None without dropout
     token_keys: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
+    # how often each dropout module has drawn for the tokens that it saw
     calls: dict[tuple[str, tuple[int, int] | None], int] = field(default_factory=dict, compare=False)
+    # the tokens of the row that the running layer sees, `(first, last + 1)`; None for all
     visible: tuple[int, int] | None = field(default=None, compare=False)
+    # decides which attention probabilities stay; None without such dropout
     attention_dropout: DropsAttention | None = field(default=None, compare=False)
+    # the place of each sequence's first token in its row, for that
     first_tokens: tuple[int, ...] = field(default=(), compare=False)
+    # linear attention's states before and behind the row (`features.isolation.isolation`); None for whole sequences
     carried: Any = field(default=None, compare=False)
-    division: Any = field(default=None, compare=False)
+    division: Any = field(default=None, compare=False)  # how the pack is divided if the row is a part of it
+    # cached plans of linear-attention layers, by the width of their convolution
     plans: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -498,7 +462,8 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of a packed row.
+    """Causal attention inside each sequence of a packed row. Raises `ModelError`: the family passes something that this
+    attention does not support, or does not pass the pack on.
 
     Args:
         query: [1, H, T, D].
@@ -514,9 +479,6 @@ def packed_attention(
 
     Returns:
         [1, T, H, D] and None (no attention weights).
-
-    Raises:
-        ModelError: the family passes something that this attention does not support, or does not pass the pack on.
     """
     if hotspa_pack is None or attention_mask is not None or query.shape[0] != 1:
         raise ModelError(

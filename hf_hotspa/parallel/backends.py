@@ -17,19 +17,14 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the code may expect of a backend.
+    """What the code may expect of a backend."""
 
-    Args:
-        host_tensors: Whether collectives take tensors in host memory.
-        tags: Whether tags distinguish point-to-point messages; else their order pairs them.
-        wakes_ranks: Whether an operation ends with an error when a peer is gone. Otherwise the waiting ranks stay inside a
-            kernel of their device until the communicator is aborted.
-        environment: Variables to set before a group is made, unless the user has set them.
-    """
-
-    host_tensors: bool
-    tags: bool
+    host_tensors: bool  # whether collectives take tensors in host memory
+    tags: bool  # whether tags distinguish point-to-point messages; else their order pairs them
+    # whether an operation ends with an error when a peer is gone. Otherwise the waiting ranks stay inside a kernel of
+    # their device until the communicator is aborted.
     wakes_ranks: bool
+    # variables to set before a group is made, unless the user has set them
     environment: tuple[tuple[str, str], ...] = ()
 
 

@@ -66,17 +66,13 @@ from hf_hotspa.parallel.mesh import StrategyMesh
 class ContextGroup:
     """The ranks of cp that share a pack.
 
-    Args:
-        size: P.
-        index: This rank's place among them.
-
     Attributes:
         sent_bytes: Bytes sent to the others so far; each exchange adds to it when it begins.
     """
 
     group: dist.ProcessGroup
-    size: int
-    index: int
+    size: int  # P
+    index: int  # this rank's place among them
     sent_bytes: int = 0
 
     def count(self, x: Tensor, elements: int) -> None:
@@ -127,7 +123,8 @@ class Division:
 
 
 class ContextParallel:
-    """A replica's rank in context parallelism.
+    """A replica's rank in context parallelism. Raises `StrategyError`: the method cannot run the model, see
+    `choose_way`.
 
     Args:
         mesh: The mesh of a strategy with cp.
@@ -136,11 +133,6 @@ class ContextParallel:
 
     Attributes:
         way: The method of attention, see `costs.divided`.
-        context: The ranks that share each pack.
-        let_attend: `DropoutMasks.let_attend`, called with the whole pack where attention sees it; None without dropout.
-
-    Raises:
-        StrategyError: the method cannot run the model, see `choose_way`.
     """
 
     def __init__(
@@ -149,7 +141,8 @@ class ContextParallel:
         assert mesh.context is not None
         self._strategy = strategy = mesh.strategy
         self.way, self.device = choose_way(strategy, shape, way), device
-        self.context = ContextGroup(mesh.context, strategy.cp, mesh.coord.cp)
+        self.context = ContextGroup(mesh.context, strategy.cp, mesh.coord.cp)  # the ranks that share each pack
+        # `DropoutMasks.let_attend`, called with the whole pack where attention sees it; None without dropout
         self.let_attend: Callable[[PackedSequences, MicroBatch, int], None] | None = None
         self._quadratic_cost = shape.quadratic_cost
         self._pair_cost = pair_costs.get(strategy.tp, shape.quadratic_cost)

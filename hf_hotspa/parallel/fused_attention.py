@@ -39,23 +39,16 @@ def kernel_takes(query: Tensor, value: Tensor) -> bool:
 
 
 def attend_with_prefix(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    before: tuple[Tensor, Tensor],
-    scaling: float | None,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, K, T, D]; H is a multiple of K
+    value: Tensor,  # [1, K, T, D]
+    before: tuple[Tensor, Tensor],  # keys and values of the prefix, [1, K, P, D] each
+    scaling: float | None,  # factor on the scores; 1 / sqrt(D) when None
+    # gets the prefix's gradients block by block in the backward, if both keys and values require them; autograd then
+    # gets none. If None, autograd gets them.
     takes: TakesGradients | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of a sequence.
-
-    Args:
-        query: [1, H, T, D].
-        key: [1, K, T, D]; H is a multiple of K.
-        value: [1, K, T, D].
-        before: Keys and values of the prefix, [1, K, P, D] each.
-        scaling: Factor on the scores; 1 / sqrt(D) when None.
-        takes: Gets the prefix's gradients block by block in the backward, if both keys and values require them;
-            autograd then gets none. If None, autograd gets them.
 
     Returns:
         [1, H, T, D].
@@ -97,12 +90,12 @@ def merged(out: Tensor, total: Tensor, part: Tensor, sums: Tensor) -> tuple[Tens
 
 
 def gradients_of_block(
-    of_out: Tensor,
+    of_out: Tensor,  # [1, H, T, D], the gradient of `out`
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    total: Tensor,
+    out: Tensor,  # attention to all blocks, in the dtype of the queries
+    total: Tensor,  # its sums
     causal: bool,
     scaling: float | None,
     mask: Tensor | None = None,
@@ -110,11 +103,6 @@ def gradients_of_block(
     """A block's part of the gradient of the queries, and the gradients of its keys and values, [1, K, S, D].
 
     Arguments as for `attend_to_block`, and
-
-    Args:
-        of_out: [1, H, T, D], the gradient of `out`.
-        out: Attention to all blocks, in the dtype of the queries.
-        total: Its sums.
     """
     groups = query.shape[1] // key.shape[1]
     repeated = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -189,17 +177,11 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Causal attention of sequences of a row, with forward and backward as separate calls.
+    """Causal attention of sequences of a row, with forward and backward as separate calls."""
 
-    Args:
-        lengths: Queries and keys of each sequence.
-        scaling: Factor on the scores; 1 / sqrt(D) when None.
-        window: Tokens that a position sees, itself included; None for all before it.
-    """
-
-    lengths: SequenceLengths
-    scaling: float | None
-    window: int | None = None
+    lengths: SequenceLengths  # queries and keys of each sequence
+    scaling: float | None  # factor on the scores; 1 / sqrt(D) when None
+    window: int | None = None  # tokens that a position sees, itself included; None for all before it
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns [1, H, T, D] and the log sums [1, H, T], from queries [1, H, T, D], keys and values [1, K, S, D], sinks [H]."""

@@ -165,21 +165,13 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class LogitLoss:
-    """The loss on a last stage.
+    """The loss on a last stage."""
 
-    Args:
-        tensor: The tensor-parallel group that cuts the vocabulary; None if it is whole.
-        own: A custom loss; None for the cross entropy.
-        smoothing: Label smoothing of the cross entropy.
-        vocab_size: Logits of a token.
-        widths: Rows of the vocabulary in each shard, in the order of shards.
-    """
-
-    tensor: TensorGroup | None
-    own: TokenLoss | SequenceLoss | None
-    smoothing: float
-    vocab_size: int
-    widths: tuple[int, ...]
+    tensor: TensorGroup | None  # the tensor-parallel group that cuts the vocabulary; None if it is whole
+    own: TokenLoss | SequenceLoss | None  # a custom loss; None for the cross entropy
+    smoothing: float  # label smoothing of the cross entropy
+    vocab_size: int  # logits of a token
+    widths: tuple[int, ...]  # rows of the vocabulary in each shard, in the order of shards
 
     def of(self, micro_batch: MicroBatch, whole: MicroBatch, scale: float) -> LossOfLogits:
         """The scaled loss of logits of some tokens of a micro-batch; 0 if its `whole` pack is idle."""

@@ -103,23 +103,16 @@ def _of_all_shards(values: list[Tensor], group: dist.ProcessGroup) -> Tensor:
 
 
 def vocab_parallel_log_probabilities(
-    logits: Tensor,
-    labels: Tensor,
-    first_row: int = 0,
-    group: dist.ProcessGroup | None = None,
+    logits: Tensor,  # [T, V], this rank's rows of the vocabulary, in any floating dtype; computed in fp32 or wider
+    labels: Tensor,  # int64 [T], already shifted: the target of each position, or `IGNORE`
+    first_row: int = 0,  # the vocabulary row of `logits[:, 0]`
+    group: dist.ProcessGroup | None = None,  # the tensor-parallel group, or None when the vocabulary is whole
     *,
-    smoothing: float = 0.0,
+    smoothing: float = 0.0,  # label smoothing, from 0 to 1; the result is then the smoothed targets' log-probability
+    # rows of the whole vocabulary; the width of `logits` when None. Needed by smoothing over a group.
     vocab_size: int | None = None,
 ) -> Tensor:
     """The log-probability of each position's label. Its backward may run once.
-
-    Args:
-        logits: [T, V], this rank's rows of the vocabulary, in any floating dtype; computed in fp32 or wider.
-        labels: int64 [T], already shifted: the target of each position, or `IGNORE`.
-        first_row: The vocabulary row of `logits[:, 0]`.
-        group: The tensor-parallel group, or None when the vocabulary is whole.
-        smoothing: Label smoothing, from 0 to 1; the result is then the smoothed targets' log-probability.
-        vocab_size: Rows of the whole vocabulary; the width of `logits` when None. Needed by smoothing over a group.
 
     Returns:
         [T], fp32 or wider, equal on all ranks of the group; 0 for positions without a label.
@@ -203,22 +196,15 @@ class _Scores(torch.autograd.Function):
 
 
 def token_scores(
-    logits: Tensor,
-    labels: Tensor,
-    first_row: int,
-    group: dist.ProcessGroup | None,
-    vocab_size: int,
+    logits: Tensor,  # [T, V], this rank's rows of the vocabulary, in any floating dtype
+    labels: Tensor,  # int64 [T], already shifted; -100 for no label
+    first_row: int,  # the vocabulary row of `logits[:, 0]`
+    group: dist.ProcessGroup | None,  # the tensor-parallel group; None if the vocabulary is whole
+    vocab_size: int,  # rows of the whole vocabulary
     temperature: float = 1.0,
 ) -> tuple[Tensor, ...]:
-    """All `FIELDS` of each token, [T] each, fp32 or wider, equal on all ranks of the group; its backward may run once.
-
-    Args:
-        logits: [T, V], this rank's rows of the vocabulary, in any floating dtype.
-        labels: int64 [T], already shifted; -100 for no label.
-        first_row: The vocabulary row of `logits[:, 0]`.
-        group: The tensor-parallel group; None if the vocabulary is whole.
-        vocab_size: Rows of the whole vocabulary.
-    """
+    """All `FIELDS` of each token, [T] each, fp32 or wider, equal on all ranks of the group; its backward may run
+    once."""
     log_probs, entropy, others = _Scores.apply(logits, labels, first_row, group, vocab_size, temperature)
     return log_probs, entropy, *others
 
@@ -270,24 +256,15 @@ class WholeSequence:
 
 
 class _OwnLoss:
-    """The common part of both kinds of loss.
-
-    Args:
-        function: The loss.
-        columns: The columns of the data set that it reads.
-        name: Its name in messages; the function's own name when None.
-        example: Values of the columns for the check at the start, [length of a row] or []; None: made-up fractions.
-
-    Attributes:
-        of_model: Whether the model's own forward must return this loss, too.
-    """
+    """The common part of both kinds of loss."""
 
     def __init__(
         self,
-        function: Callable[..., Tensor],
-        columns: Sequence[str] = (),
+        function: Callable[..., Tensor],  # the loss
+        columns: Sequence[str] = (),  # the columns of the data set that it reads
         *,
-        name: str | None = None,
+        name: str | None = None,  # its name in messages; the function's own name when None
+        # values of the columns for the check at the start, [length of a row] or []; None: made-up fractions
         example: Mapping[str, Any] | None = None,
     ) -> None:
         if not callable(function):
@@ -295,7 +272,7 @@ class _OwnLoss:
         self.function, self.columns = function, tuple(columns)
         self.name = name or getattr(function, "__qualname__", type(function).__name__)
         self.example = example
-        self.of_model = False
+        self.of_model = False  # whether the model's own forward must return this loss, too
 
     def __repr__(self) -> str:  # compared between ranks
         return f"{type(self).__name__}({self.name}, {self.columns})"

@@ -33,17 +33,12 @@ from hf_hotspa.strategy import Coord, Strategy
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The tensor-parallel group of a rank.
-
-    Args:
-        shard: Which shard of each weight this rank holds; not its position in the group, whose ranks are sorted.
-        order: `order[i]` is the position in the group of the rank that holds shard i.
-    """
+    """The tensor-parallel group of a rank."""
 
     group: dist.ProcessGroup
     size: int
-    shard: int
-    order: tuple[int, ...]
+    shard: int  # which shard of each weight this rank holds; not its position in the group, whose ranks are sorted
+    order: tuple[int, ...]  # `order[i]` is the position in the group of the rank that holds shard i
 
 
 @dataclass(frozen=True)
@@ -72,27 +67,15 @@ class StrategyMesh:
 
 
 class ProcessGroups:
-    """Makes and keeps process groups. Every rank must ask for the same groups in the same order.
-
-    Args:
-        world_size: All ranks; with 1 no group is made.
-        timeout: How long an operation may wait for a peer.
-        switch_timeout: The same for operations of switches; `timeout` when None.
-
-    Attributes:
-        switch: All ranks, for messages between nodes in a switch.
-        forward: All ranks, a separate communicator for forwarding inside a node in a switch. On NCCL a communicator that
-            spans nodes uses fewer channels between the devices of a node than they have links.
-        agreement: All ranks, for small host tensors.
-    """
+    """Makes and keeps process groups. Every rank must ask for the same groups in the same order."""
 
     def __init__(
         self,
         rank: int,
-        world_size: int,
+        world_size: int,  # all ranks; with 1 no group is made
         device: torch.device,
-        timeout: timedelta,
-        switch_timeout: timedelta | None = None,
+        timeout: timedelta,  # how long an operation may wait for a peer
+        switch_timeout: timedelta | None = None,  # the same for operations of switches; `timeout` when None
     ) -> None:
         self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -100,8 +83,12 @@ class ProcessGroups:
         everyone = list(range(world_size))
         backends.prepare_environment(device)
         switch_timeout = switch_timeout or timeout
+        # all ranks, for messages between nodes in a switch
         self.switch = dist.new_group(everyone, timeout=switch_timeout) if world_size > 1 else None
+        # all ranks, a separate communicator for forwarding inside a node in a switch. On NCCL a communicator that spans
+        # nodes uses fewer channels between the devices of a node than they have links.
         self.forward = dist.new_group(everyone, timeout=switch_timeout) if world_size > 1 else None
+        # all ranks, for small host tensors
         self.agreement = backends.host_group(everyone, timeout) if world_size > 1 else None
 
     def __len__(self) -> int:
@@ -214,14 +201,10 @@ class _Talks(Protocol):
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run.
+    """The nodes of a run."""
 
-    Args:
-        names: The node of each rank.
-        addresses: The network addresses of each rank's node that no other host can have (no loopback).
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the node of each rank
+    # the network addresses of each rank's node that no other host can have (no loopback)
     addresses: tuple[frozenset[str], ...]
 
     @property

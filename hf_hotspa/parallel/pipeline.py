@@ -88,14 +88,10 @@ class Stage(Protocol):
 
 @dataclass(eq=False)
 class Pack:
-    """A pack, or a part of one, on this rank's stage: its forward, and the backward through that.
-
-    Args:
-        pack: The index of the pack.
-    """
+    """A pack, or a part of one, on this rank's stage: its forward, and the backward through that."""
 
     micro_batch: MicroBatch
-    pack: int
+    pack: int  # the index of the pack
 
     def forward(
         self,
@@ -164,18 +160,13 @@ class PackRunner:
 
     def run(
         self,
-        micro_batches: Sequence[MicroBatch],
-        scale: float,
-        most_tokens: int | None = None,
+        micro_batches: Sequence[MicroBatch],  # this replica's micro-batches; the same on every stage. May be empty.
+        scale: float,  # 1 / (label tokens of the mini-batch)
+        most_tokens: int | None = None,  # the most tokens in flight on a stage of a pipeline; None for no limit
+        # this stage's operations in order, if stages of all replicas run in lockstep; else None
         joint: Sequence[Operation] | None = None,
     ) -> Tensor:
         """Forward and backward of all micro-batches; adds gradients to the parameters' `.grad`.
-
-        Args:
-            micro_batches: This replica's micro-batches; the same on every stage. May be empty.
-            scale: 1 / (label tokens of the mini-batch).
-            most_tokens: The most tokens in flight on a stage of a pipeline; None for no limit.
-            joint: This stage's operations in order, if stages of all replicas run in lockstep; else None.
 
         Returns:
             fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
@@ -202,19 +193,14 @@ class PackRunner:
 
 
 class InterleavedRun:
-    """One run of interleaved 1F1B on one rank.
-
-    Args:
-        stages: This rank's stages, in the order of the pipeline.
-        group: The ranks of the pipeline; `index` is this rank's place there.
-        chunks: The replica's chunks (or whole packs), for each of the rank's stages; the same on every rank.
-    """
+    """One run of interleaved 1F1B on one rank."""
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        group: dist.ProcessGroup,
+        stages: Sequence[Stage],  # this rank's stages, in the order of the pipeline
+        group: dist.ProcessGroup,  # the ranks of the pipeline; `index` is this rank's place there
         index: int,
+        # the replica's chunks (or whole packs), for each of the rank's stages; the same on every rank
         chunks: Sequence[Sequence[Pack]],
         scale: float,
     ) -> None:
@@ -305,25 +291,16 @@ _NO_OUTPUTS = {"return_outputs": False} if all("return_outputs" in signature(s).
 
 
 class PipelineRunner(PackRunner):
-    """Runs a replica's micro-batches through the stages of a pipeline.
-
-    Args:
-        stages: This rank's stage, or several (`+v2`) in the order of the pipeline.
-        packs: What makes chains of packs.
-        schedule: One of `SCHEDULES`.
-        pad_token_id: The token of padding, for schedules with one shape.
-
-    Raises:
-        StrategyError: one of torch's schedules in a pipeline of chunks, or its GPipe with several stages on a rank.
-    """
+    """Runs a replica's micro-batches through the stages of a pipeline. Raises `StrategyError`: one of torch's schedules
+    in a pipeline of chunks, or its GPipe with several stages on a rank."""
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[Stage],  # this rank's stage, or several (`+v2`) in the order of the pipeline
         mesh: StrategyMesh,
-        packs: PackRunner,
-        schedule: str = "auto",
-        pad_token_id: int = 0,
+        packs: PackRunner,  # what makes chains of packs
+        schedule: str = "auto",  # one of `SCHEDULES`
+        pad_token_id: int = 0,  # the token of padding, for schedules with one shape
     ) -> None:
         assert schedule in SCHEDULES, schedule
         check_runs(schedule, mesh.strategy)

@@ -42,12 +42,10 @@ def length_borders(config: Any) -> tuple[int, ...]:
 
 def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collection[str]) -> None:
     """Raises an error for length-dependent tables unless a module of transformers computes them once for all layers.
+    Raises `UnsupportedError`: naming the rope type.
 
     Args:
         layers: The name prefixes of modules in decoder layers of the base model.
-
-    Raises:
-        UnsupportedError: naming the rope type.
     """
     kinds = {str(rope.get("rope_type")) for rope in _ropes(config.get_text_config())} & {LONGROPE, DYNAMIC}
     for kind in sorted(kinds):
@@ -122,11 +120,8 @@ _METHOD = "create_position_ids_from_input_ids"
 
 
 def counting_from(base: nn.Module, family: str) -> int | None:
-    """The padding id from which a base model counts positions; None if positions start at 0.
-
-    Raises:
-        UnsupportedError: it computes positions from the ids in an unknown way.
-    """
+    """The padding id from which a base model counts positions; None if positions start at 0. Raises `UnsupportedError`:
+    it computes positions from the ids in an unknown way."""
     counting = next((module for module in base.modules() if hasattr(module, _METHOD)), None)
     if counting is None:
         return None

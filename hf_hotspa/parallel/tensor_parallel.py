@@ -225,16 +225,13 @@ def _with_share_of_bias(
 
 def apply_tensor_parallel(
     modules: Mapping[str, nn.Module],
+    # a style of this file by module name; names without a module (of other stages) are skipped
     styles: Mapping[str, str],
+    # by name of a linear layer or embedding, the size of every shard along the cut dim
     widths: Mapping[str, tuple[int, ...]],
-    tensor_group: TensorGroup,
+    tensor_group: TensorGroup,  # the group and this rank's shard
 ) -> Callable[[], None]:
     """Wraps the forward of every module that has a style; its parameters must be (or become) this rank's shards.
-
-    Args:
-        styles: A style of this file by module name; names without a module (of other stages) are skipped.
-        widths: By name of a linear layer or embedding, the size of every shard along the cut dim.
-        tensor_group: The group and this rank's shard.
 
     Returns:
         A function to call after every forward; it drops cached inputs.
