@@ -27,17 +27,11 @@ from hf_hotspa.strategy import Coord, Strategy
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The result of one mini-batch, the same on every rank.
+    """The result of one mini-batch, the same on every rank. `logits`: if requested, [length, vocabulary size] of each
+    sequence by (dataset row, first token), in fp32 or wider, on the device."""
 
-    Args:
-        loss_sum: Of the cross entropies (with the engine's label smoothing) over all label tokens.
-        num_labels: Label tokens; may be 0.
-        logits: If requested, [length, vocabulary size] of each sequence by (dataset row, first token), in fp32 or
-            wider, on the device.
-    """
-
-    loss_sum: float
-    num_labels: int
+    loss_sum: float  # of the cross entropies (with the engine's label smoothing) over all label tokens
+    num_labels: int  # label tokens; may be 0
     logits: dict[tuple[int, int], Tensor]
 
 

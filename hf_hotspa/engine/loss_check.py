@@ -41,14 +41,8 @@ _CUTS = ((8,), (1,), (5, 11))
 def check_loss(
     model: nn.Module, description: ModelDescription, options: EngineOptions, rank: int, device: torch.device
 ) -> None:
-    """Raises for a loss that is not a sum, and on rank 0 for one that would be silently replaced by another.
-
-    Args:
-        device: Where the loss computes: a custom loss may hold tensors.
-
-    Raises:
-        UnsupportedError: naming the loss.
-    """
+    """Raises for a loss that is not a sum, and on rank 0 for one that would be silently replaced by another. `device`:
+    where the loss computes: a custom loss may hold tensors. Raises `UnsupportedError`: naming the loss."""
     loss = options.loss
     if isinstance(loss, SequenceLoss) and description.auxiliary_layers:
         raise UnsupportedError(
@@ -66,11 +60,8 @@ def check_loss(
 
 
 def check_own_loss(loss: TokenLoss | SequenceLoss, vocab_size: int, device: torch.device) -> None:
-    """Calls a loss with random numbers, in all and in parts.
-
-    Raises:
-        UnsupportedError: it fails, gives no scalar with a gradient, varies between calls, or is not a sum of its parts.
-    """
+    """Calls a loss with random numbers, in all and in parts. Raises `UnsupportedError`: it fails, gives no scalar with
+    a gradient, varies between calls, or is not a sum of its parts."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if isinstance(loss, TokenLoss):
@@ -318,11 +309,7 @@ def _expected(logits: Tensor, ids: Tensor, labels: Tensor, loss: SequenceLoss | 
 def _one_forward(
     model: nn.Module, ids: Tensor, labels: Tensor, counted: bool, state: dict[str, Tensor] | None = None
 ) -> Mapping[str, Any]:
-    """One call in training mode; restores modes and random state.
-
-    Args:
-        state: Replaces the model's parameters and buffers.
-    """
+    """One call in training mode; restores modes and random state. `state`: replaces the model's parameters and buffers."""
     modes = [(module, module.training) for module in model.modules()]
     devices = [ids.device] if ids.device.type == "cuda" else []
     model.train()

@@ -239,11 +239,9 @@ class PhaseRunner:
         return SwitchJob(f"gradients of {self.mesh.strategy}, to which others are added")
 
     def load(self, previous: "PhaseRunner | None" = None, is_loaded: bool = False) -> SwitchJob:
-        """Fills this strategy's weights and clears its gradients. Collective.
-
-        Args:
-            previous: The mini-batch's previous phase; its weights are a second source if they are kept.
-            is_loaded: Whether `load_for_forward` has loaded the weights.
+        """Fills this strategy's weights and clears its gradients. Collective. `previous`: the mini-batch's previous
+        phase; its weights are a second source if they are kept. `is_loaded`: whether `load_for_forward` has loaded the
+        weights.
 
         Returns:
             The load: finished, or running beside the computation; `compute` then waits for weights when it needs them.

@@ -36,18 +36,12 @@ def describe(
     model: nn.Module,
     buckets: tuple[Bucket, ...],
     options: EngineOptions,
-    weights: Path | None,
+    weights: Path | None,  # where its weights are, if not in the model
     groups: ProcessGroups,
     agreement: Agreement,
 ) -> ModelDescription:
-    """Describes the model for layouts, and checks it and the strategies. Collective.
-
-    Args:
-        weights: Where its weights are, if not in the model.
-
-    Raises:
-        HotspaError: on every rank: one rank's error, or what differs between ranks.
-    """
+    """Describes the model for layouts, and checks it and the strategies. Collective. Raises `HotspaError`: on every
+    rank: one rank's error, or what differs between ranks."""
     libraries = [
         name for name, used in {"peft": is_wrapped(model), "deepspeed": options.offload_master}.items() if used
     ]
@@ -81,11 +75,8 @@ def plan_switches(
     agreement: Agreement,
     failures: PhaseFailures,
 ) -> Switching:
-    """Plans every switch. All ranks must make the same plans, and have the memory. Collective.
-
-    Raises:
-        HotspaError: on every rank: plans differ, or a device cannot hold them.
-    """
+    """Plans every switch. All ranks must make the same plans, and have the memory. Collective. Raises `HotspaError`: on
+    every rank: plans differ, or a device cannot hold them."""
     world_size = groups.world_size
     per_node = options.devices_per_node or nodes_of(agreement).devices_per_node
     strategies = [bucket.strategy for bucket in buckets]
@@ -106,14 +97,10 @@ def plan_switches(
 def with_step_times(
     description: ModelDescription,
     step_times: Iterable[tuple[int, ...]],
-    usual: StageCosts | None,
+    usual: StageCosts | None,  # costs that divide stages without step times; None to divide by count
     of_ranks: Iterable[int] = (),
 ) -> ModelDescription:
-    """Divides the model by relative step times: stages by `step_times`, tensor-parallel MLPs by `of_ranks`.
-
-    Args:
-        usual: Costs that divide stages without step times; None to divide by count.
-    """
+    """Divides the model by relative step times: stages by `step_times`, tensor-parallel MLPs by `of_ranks`."""
     costs = description.vector.stage_costs.with_step_times(step_times)
     vector = description.vector.with_measured(costs if costs.step_times else usual).with_step_times(of_ranks)
     return replace(description, vector=vector)
@@ -131,23 +118,15 @@ def changed(before: ModelDescription, after: ModelDescription, strategies: Itera
 
 def take_cut(
     description: ModelDescription,
-    meshes: dict[Strategy, StrategyMesh],
-    switching: Switching,
+    meshes: dict[Strategy, StrategyMesh],  # of the affected strategies
+    switching: Switching,  # has the new plans afterwards
     agreement: Agreement,
     make: Callable[[ModelDescription, StrategyMesh], PhaseRunner],
-    fits: Callable[[ModelDescription], None],
+    fits: Callable[[ModelDescription], None],  # raises on a rank that cannot hold the model in this partition
     where: str,
 ) -> dict[Strategy, PhaseRunner]:
-    """Makes everything for another partition. Collective.
-
-    Args:
-        meshes: Of the affected strategies.
-        switching: Has the new plans afterwards.
-        fits: Raises on a rank that cannot hold the model in this partition.
-
-    Raises:
-        HotspaError: on every rank, one rank's error; nothing has changed.
-    """
+    """Makes everything for another partition. Collective. Raises `HotspaError`: on every rank, one rank's error;
+    nothing has changed."""
     before = switching.pool, switching.forecast
 
     def made() -> dict[Strategy, PhaseRunner]:

@@ -87,12 +87,9 @@ class PlanPool:
         return self._layouts[strategy]
 
     def load(self, strategy: Strategy, previous: Strategy | None = None, trained_only: bool = False) -> SwitchPlan:
-        """The plan that fills a strategy's weights; with `+z3` only those that stay for the complete phase.
-
-        Args:
-            previous: The strategy whose weights of the same optimizer step are still in memory, for `second_source`.
-            trained_only: Leave out the frozen weights, which are already in its buffers.
-        """
+        """The plan that fills a strategy's weights; with `+z3` only those that stay for the complete phase. `previous`:
+        the strategy whose weights of the same optimizer step are still in memory, for `second_source`. `trained_only`:
+        leave out the frozen weights, which are already in its buffers."""
         strategy, previous = self._twins[strategy], self._twins.get(previous) if previous else None
         streams = strategy.z == 3 or (previous is not None and previous.z == 3)
         drawn = previous if self.second_source and previous != strategy and not streams else None
@@ -259,10 +256,8 @@ def arena_bytes(served: Iterable[Places]) -> int:
 
 
 class Arenas:
-    """The memory of the active strategy: its gradients, its weights, and the previous strategy's weights.
-
-    Args:
-        copies: Number of strategies whose weights are kept: 1, or 2 for a second source.
+    """The memory of the active strategy: its gradients, its weights, and the previous strategy's weights. `copies`:
+    number of strategies whose weights are kept: 1, or 2 for a second source.
 
     Attributes:
         keeps_last: Whether the last strategy's weights stay while the next ones are loaded.
@@ -281,9 +276,7 @@ class Arenas:
 
     def take_weights(self, places: Places, holder: Hashable) -> tuple[list[Tensor | None], bool]:
         """Buffers for the weights of the next strategy; with two copies the last strategy's weights stay valid.
-
-        Args:
-            holder: The value of `last.holder` when the same weights were loaded before; None for no reuse.
+        `holder`: the value of `last.holder` when the same weights were loaded before; None for no reuse.
 
         Returns:
             As `Arena.take`; and whether the buffers still hold those weights. The arena counts as empty until its

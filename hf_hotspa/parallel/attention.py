@@ -261,15 +261,13 @@ class Prefix(Protocol):
     """The tokens before a row: source of their keys and values, and destination of the gradients.
 
     Attributes:
-        lengths: Tokens before each sequence of the row, 0 if it begins there; may omit zeros at the end. If the ranks of cp
-            share these tokens, only this rank's.
-        chunks: The tokens of each earlier chunk of the first sequence, on all ranks of cp together.
-        in_host: Whether their keys and values are in host memory; the backward then fetches them again.
+        lengths: Tokens before each sequence of the row, 0 if it begins there; may omit zeros at the end. If the ranks
+            of cp share these tokens, only this rank's.
     """
 
     lengths: tuple[int, ...]
-    chunks: tuple[int, ...]
-    in_host: bool
+    chunks: tuple[int, ...]  # the tokens of each earlier chunk of the first sequence, on all ranks of cp together
+    in_host: bool  # whether their keys and values are in host memory; the backward then fetches them again
 
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all prefixes, [1, K, P, D] each, for the row's own [1, K, T, D]. Called once in each call of
@@ -290,12 +288,11 @@ class ChunkPrefix(Prefix, Protocol):
     """What a chunk needs of earlier chunks of the row's first sequence.
 
     Attributes:
-        continues: Whether the sequence continues behind the row.
         more_roots: Each returns further tensors in the chunk's graph, with their gradients; called when the chunk runs
             backward, after later chunks.
     """
 
-    continues: bool
+    continues: bool  # whether the sequence continues behind the row
     more_roots: list[Callable[[], list[tuple[Tensor, Tensor]]]]
 
     def left_by(self, owner: object) -> dict[int, Any]:
@@ -399,10 +396,7 @@ class PackedSequences:
         self, before: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor, most_before: int | None = None
     ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """Keys and values [1, K, S, D] (each sequence's prefix, then its own), and the keys of each sequence.
-
-        Args:
-            most_before: The most tokens of a prefix to use, its last ones; None for all.
-        """
+        `most_before`: the most tokens of a prefix to use, its last ones; None for all."""
         if before is None:
             return key, value, self.lengths
         prefixes, rows, counts = self.prefixes(before), [], list(self.lengths)
@@ -449,33 +443,22 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
 
 def packed_attention(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, K, T, D]; H is a multiple of K
+    value: Tensor,  # [1, K, T, D]
+    attention_mask: Tensor | None,  # must be None: a mask could join or cut sequences
     *,
     hotspa_pack: PackedSequences | None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    dropout: float = 0.0,  # the probability of dropping attention probabilities in training
+    scaling: float | None = None,  # factor on the scores; 1 / sqrt(D) when None
+    sliding_window: int | None = None,  # tokens that a position sees, itself included; all before it when None
+    softcap: float | None = None,  # scores become `softcap * tanh(scores / softcap)` when given
+    s_aux: Tensor | None = None,  # [H] sinks: further scores, which take part in the softmax and add no value
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a packed row. Raises `ModelError`: the family passes something that this
-    attention does not support, or does not pass the pack on.
-
-    Args:
-        query: [1, H, T, D].
-        key: [1, K, T, D]; H is a multiple of K.
-        value: [1, K, T, D].
-        attention_mask: Must be None: a mask could join or cut sequences.
-        dropout: The probability of dropping attention probabilities in training.
-        scaling: Factor on the scores; 1 / sqrt(D) when None.
-        sliding_window: Tokens that a position sees, itself included; all before it when None.
-        softcap: Scores become `softcap * tanh(scores / softcap)` when given.
-        s_aux: [H] sinks: further scores, which take part in the softmax and add no value.
-        **kwargs: Further arguments of a family (position ids, flags); an unknown tensor is an error.
+    attention does not support, or does not pass the pack on. `**kwargs`: further arguments of a family (position ids,
+    flags); an unknown tensor is an error.
 
     Returns:
         [1, T, H, D] and None (no attention weights).

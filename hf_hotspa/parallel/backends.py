@@ -97,12 +97,9 @@ def abort(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def prefer_loopback(environment: MutableMapping[str, str]) -> None:
-    """Makes gloo use this machine's loopback interface, unless one is chosen already; else it would listen at the address of
-    the host's name. Does nothing if that interface has an unusual name.
-
-    Args:
-        environment: The environment of the processes to start.
-    """
+    """Makes gloo use this machine's loopback interface, unless one is chosen already; else it would listen at the
+    address of the host's name. Does nothing if that interface has an unusual name. `environment`: the environment of
+    the processes to start."""
     interfaces = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
     if loopback is not None:

@@ -64,16 +64,12 @@ from hf_hotspa.parallel.mesh import StrategyMesh
 
 @dataclass
 class ContextGroup:
-    """The ranks of cp that share a pack.
-
-    Attributes:
-        sent_bytes: Bytes sent to the others so far; each exchange adds to it when it begins.
-    """
+    """The ranks of cp that share a pack."""
 
     group: dist.ProcessGroup
     size: int  # P
     index: int  # this rank's place among them
-    sent_bytes: int = 0
+    sent_bytes: int = 0  # bytes sent to the others so far; each exchange adds to it when it begins
 
     def count(self, x: Tensor, elements: int) -> None:
         """Counts sent elements of a tensor, once for each receiving rank."""
@@ -259,10 +255,8 @@ def _to_tokens(*tensors: Tensor, division: Division) -> tuple[Tensor, ...]:
 
 
 def tokens_to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Exchanges some tokens of all heads for all tokens of some heads, with gradients. Collective in cp.
-
-    Args:
-        tensors: [1, h, t, D] each, of this rank's row; h a multiple of P, and may differ.
+    """Exchanges some tokens of all heads for all tokens of some heads, with gradients. Collective in cp. `tensors`: [1,
+    h, t, D] each, of this rank's row; h a multiple of P, and may differ.
 
     Returns:
         [1, h / P, T + padding, D] each, the heads of the rank's place, in the order of the pack, with padding at the end.

@@ -210,19 +210,12 @@ class LogitLoss:
 
 @runtime_checkable
 class AuxiliaryLoss(Protocol):
-    """A further loss of a replica, from the inside of its layers.
+    """A further loss of a replica, from the inside of its layers."""
 
-    Attributes:
-        value: fp64 scalar, the sum of this rank's losses in a phase.
-        coefficient: Its factor in the model's loss.
-        num_sums: How many numbers it sums over the tokens of a document in a tape.
-        num_seeds: How many seeds of a document their gradients have.
-    """
-
-    value: Tensor
-    coefficient: float
-    num_sums: int
-    num_seeds: int
+    value: Tensor  # fp64 scalar, the sum of this rank's losses in a phase
+    coefficient: float  # its factor in the model's loss
+    num_sums: int  # how many numbers it sums over the tokens of a document in a tape
+    num_seeds: int  # how many seeds of a document their gradients have
 
     def of_sums(self, sums: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The loss (fp64 scalar) of so many tokens with fp64 [num_sums], and its gradient [num_seeds]."""

@@ -42,11 +42,8 @@ def length_borders(config: Any) -> tuple[int, ...]:
 
 def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collection[str]) -> None:
     """Raises an error for length-dependent tables unless a module of transformers computes them once for all layers.
-    Raises `UnsupportedError`: naming the rope type.
-
-    Args:
-        layers: The name prefixes of modules in decoder layers of the base model.
-    """
+    Raises `UnsupportedError`: naming the rope type. `layers`: the name prefixes of modules in decoder layers of the
+    base model."""
     kinds = {str(rope.get("rope_type")) for rope in _ropes(config.get_text_config())} & {LONGROPE, DYNAMIC}
     for kind in sorted(kinds):
         names = [name for name, module in base.named_modules() if kind in _types(module)]

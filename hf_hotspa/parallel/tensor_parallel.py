@@ -318,11 +318,7 @@ def _of_row(
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's tokens.
-
-    Args:
-        x: [1, T/t, h] or [T/t, h], this rank's.
-        group: The tensor-parallel group, of t ranks.
+    """Every rank's tokens. `x`: [1, T/t, h] or [T/t, h], this rank's. `group`: the tensor-parallel group, of t ranks.
 
     Returns:
         [1, T, h] or [T, h], for column-parallel consumers: their gradients are summed over the group.

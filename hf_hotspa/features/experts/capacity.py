@@ -13,10 +13,7 @@ from hf_hotspa.strategy import Strategy
 @dataclass(frozen=True)
 class Capacity(Options):
     """The most tokens of a pack that an expert computes, as a multiple of the mean (`expert_parallel.ExpertCapacity`).
-
-    Raises:
-        HotspaConfigError: the factor is not a finite number above 0.
-    """
+    Raises `HotspaConfigError`: the factor is not a finite number above 0."""
 
     factor: float
 

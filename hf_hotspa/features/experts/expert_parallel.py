@@ -145,14 +145,10 @@ class _Shares:
 
 
 class ExpertParallel(Attachment):
-    """The experts of a replica on this rank.
-
-    Args:
-        mesh: Of a strategy with ep.
-        capacity: The most tokens of a pack that an expert computes; None for no limit.
+    """The experts of a replica on this rank. `mesh`: of a strategy with ep. `capacity`: the most tokens of a pack that
+    an expert computes; None for no limit.
 
     Attributes:
-        num_rows: Rows that this rank's experts computed in the forwards of this phase, without idle packs.
         is_counting: Whether rows are counted now.
         is_idle: Whether this rank's own tokens are padding, which no rank counts.
     """
@@ -162,7 +158,7 @@ class ExpertParallel(Attachment):
         self._group, self._capacity = mesh.experts, capacity
         # the ranks that hold the same tokens
         self._shared = mesh.tensor.group if mesh.tensor is not None and not mesh.strategy.sp else None
-        self.num_rows = 0
+        self.num_rows = 0  # rows that this rank's experts computed in the forwards of this phase, without idle packs
         self.is_counting = self.is_idle = False
 
     def bind(self) -> None:

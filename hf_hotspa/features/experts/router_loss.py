@@ -77,18 +77,13 @@ class ChunkRouters:
 
 
 class RouterLoss(Attachment):
-    """The balance loss of the routers of this rank's layers.
-
-    Args:
-        num_layers: The routers of the whole model.
-        writes: Whether this rank writes sums into tapes: one of the ranks with the same tokens does.
+    """The balance loss of the routers of this rank's layers. `num_layers`: the routers of the whole model. `writes`:
+    whether this rank writes sums into tapes: one of the ranks with the same tokens does.
 
     Attributes:
-        value: fp64 scalar, the sum since `bind`.
-        coefficient: The factor on the balance loss.
         num_experts, top_k: E, how many experts a router has, and K, how many it chooses.
-        num_sums: K * E + E: how often each expert was the first, second, ... choice of a document's tokens, and the sums of
-            its probabilities, over the routers here.
+        num_sums: K * E + E: how often each expert was the first, second, ... choice of a document's tokens, and the
+            sums of its probabilities, over the routers here.
         num_seeds: E: of the probabilities of a document's tokens.
     """
 
@@ -96,7 +91,7 @@ class RouterLoss(Attachment):
         recorder = router_outputs(model)
         self._function = balance_function(model)
         self.num_layers = num_layers
-        self.coefficient = float(model.router_aux_loss_coef)
+        self.coefficient = float(model.router_aux_loss_coef)  # the factor on the balance loss
         self.num_experts, self.top_k = int(model.num_experts), int(model.num_experts_per_tok)
         self.num_sums, self.num_seeds = self.num_experts * (self.top_k + 1), self.num_experts
         self._writes, self._taping = writes, Taping()
@@ -104,7 +99,7 @@ class RouterLoss(Attachment):
         self._logits: list[list[Tensor]] = [[] for _ in routers]
         for index, router in enumerate(routers):
             router.register_forward_hook(partial(self._record, index, recorder.index))
-        self.value = torch.zeros((), dtype=torch.float64)
+        self.value = torch.zeros((), dtype=torch.float64)  # fp64 scalar, the sum since `bind`
 
     def bind(self) -> None:
         self.value = torch.zeros((), dtype=torch.float64)

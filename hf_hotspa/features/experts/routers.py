@@ -15,11 +15,8 @@ _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def router_layers(model: PreTrainedModel) -> int:
-    """How many routers of a model add to its loss; 0 if none does.
-
-    Raises:
-        UnsupportedError: the family has another kind of balance loss.
-    """
+    """How many routers of a model add to its loss; 0 if none does. Raises `UnsupportedError`: the family has another
+    kind of balance loss."""
     if not getattr(model.config.get_text_config(), "output_router_logits", False):
         return 0
     if _FUNCTION not in names_in_forward(model):

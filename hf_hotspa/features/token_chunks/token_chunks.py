@@ -145,26 +145,21 @@ class _CutSequence:
     """What the chunks of one sequence leave for each other.
 
     Args:
-        chunks: Tokens of each chunk but the last.
-        num_tokens: How many of them are kept on this rank.
-        host: Counts host memory; None if the tensors are on the device.
         kept: Keys and values by attention module, from the first token on.
         sums: Their gradients, summed over later chunks, in fp32 or wider.
-        left: What others leave of each chunk, by owner.
         states: The states of linear attention behind each chunk, by layer, name and chunk.
         of_states: The gradients of the states, from the next chunk.
-        fetcher: Copies from host memory to the device.
     """
 
-    chunks: tuple[int, ...]
-    num_tokens: int = 0
-    host: HostBytes | None = None
+    chunks: tuple[int, ...]  # tokens of each chunk but the last
+    num_tokens: int = 0  # how many of them are kept on this rank
+    host: HostBytes | None = None  # counts host memory; None if the tensors are on the device
     kept: dict[nn.Module, Pair] = field(default_factory=dict)
     sums: dict[nn.Module, Pair] = field(default_factory=dict)
-    left: dict[object, dict[int, Any]] = field(default_factory=dict)
+    left: dict[object, dict[int, Any]] = field(default_factory=dict)  # what others leave of each chunk, by owner
     states: dict[tuple[StateKey, int], Tensor] = field(default_factory=dict)
     of_states: dict[tuple[StateKey, int], Tensor] = field(default_factory=dict)
-    fetcher: PrefixFetcher | None = None
+    fetcher: PrefixFetcher | None = None  # copies from host memory to the device
 
     def keep(self, module: nn.Module, first: int, key: Tensor, value: Tensor) -> None:
         if module not in self.kept:
@@ -329,17 +324,11 @@ class _Carry:
 
 @dataclass(eq=False)
 class Chunk(Pack):
-    """A chunk of a pack on this rank's stage.
+    """A chunk of a pack on this rank's stage."""
 
-    Args:
-        sequence: What chunks of its chain leave for each other; None for a chain of one.
-        index: Its place in the chain.
-        carry: What its last forward left.
-    """
-
-    sequence: _CutSequence | None = None
-    index: int = 0
-    carry: _Carry | None = None
+    sequence: _CutSequence | None = None  # what chunks of its chain leave for each other; None for a chain of one
+    index: int = 0  # its place in the chain
+    carry: _Carry | None = None  # what its last forward left
 
     def forward(
         self,
@@ -349,13 +338,9 @@ class Chunk(Pack):
         with_loss: bool = True,
         prefix: ChunkPrefix | None = None,
         *,
-        keeps: bool = True,
+        keeps: bool = True,  # whether to store keys and values for later chunks: not if an earlier forward did
     ) -> Tensor:
-        """As for `Pack`, and
-
-        Args:
-            keeps: Whether to store keys and values for later chunks: not if an earlier forward did.
-        """
+        """As for `Pack`, and"""
         sequence, at = self.sequence, self.index
         if sequence is None:
             return super().forward(stage, hidden, scale, with_loss)
