@@ -14,7 +14,7 @@ half speed while all are busy, and at full speed while two of them wait.
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -171,74 +171,43 @@ def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots:
         ranks_per_stage: Ranks that work on a stage together.
         slots: Ranks that compute at a time.
     """
-    ranks = [
-        _Rank(replica, rank, pipeline)
-        for replica, pipeline in enumerate(pipelines)
-        for rank in range(pipeline.num_ranks)
-        if pipeline.forward[rank]
-    ]
-    place = {(rank.replica, rank.index): at for at, rank in enumerate(ranks)}
+    ranks = [(replica, rank) for replica, pipeline in enumerate(pipelines) for rank in range(pipeline.num_ranks)]
+    index = {key: at for at, key in enumerate(ranks)}
+    left = [deque(pipelines[replica].turns(rank)) for replica, rank in ranks]
+    busy = [False] * len(ranks)
+    ready: list[set[Turn]] = [set() for _ in ranks]  # passes whose input from another stage has arrived
     ends: list[tuple[float, int]] = []  # (integral at which the rank's operation ends, rank)
     arrivals: list[tuple[float, int, Turn]] = []  # (time, rank, the pass that needs it)
     now = work = 0.0
 
     def start(at: int) -> None:
-        seconds = ranks[at].start()
-        if seconds is not None:
-            heapq.heappush(ends, (work + seconds, at))
+        """Starts the next pass of a rank that is not busy, if its input is there."""
+        if not busy[at] and left[at]:
+            turn, pipeline = left[at][0], pipelines[ranks[at][0]]
+            is_end = turn.stage == (len(pipeline.forward) - 1 if turn.is_backward else 0)
+            if is_end or turn in ready[at]:
+                busy[at] = True
+                heapq.heappush(ends, (work + pipeline.seconds(turn), at))
 
     for at in range(len(ranks)):
         start(at)
     while ends or arrivals:
         speed = min(1.0, slots / (len(ends) * ranks_per_stage)) if ends else 1.0
-        end = now + (ends[0][0] - work) / speed if ends else float("inf")
+        end = now + (ends[0][0] - work) / speed if ends else math.inf
         if arrivals and arrivals[0][0] <= end:
             time, at, turn = heapq.heappop(arrivals)
             work += (time - now) * speed
             now = time
-            ranks[at].ready.add(turn)
-            if not ranks[at].busy:
-                start(at)
-            continue
-        work, at = heapq.heappop(ends)
-        now = end
-        rank = ranks[at]
-        turn = rank.finish()
-        target = turn.stage + (-1 if turn.is_backward else 1)
-        if 0 <= target < rank.num_stages:
-            to = place[rank.replica, target % rank.num_ranks]
-            heapq.heappush(arrivals, (now + rank.hops[turn.unit], to, turn._replace(stage=target)))
+            ready[at].add(turn)
+        else:
+            work, at = heapq.heappop(ends)
+            now, busy[at], turn, (replica, _) = end, False, left[at].popleft(), ranks[at]
+            target, pipeline = turn.stage + (-1 if turn.is_backward else 1), pipelines[replica]
+            if 0 <= target < len(pipeline.forward):
+                to = index[replica, target % pipeline.num_ranks]
+                heapq.heappush(arrivals, (now + pipeline.hops[turn.unit], to, turn._replace(stage=target)))
         start(at)
     return now
-
-
-class _Rank:
-    """One rank of one replica: its next pass, and the inputs that have arrived."""
-
-    def __init__(self, replica: int, index: int, pipeline: Pipeline) -> None:
-        self.replica, self.index, self.num_ranks = replica, index, pipeline.num_ranks
-        self.num_stages, self.hops = len(pipeline.forward), pipeline.hops
-        self.ready: set[Turn] = set()  # passes whose input from another stage has arrived
-        self._seconds, self._turns = pipeline.seconds, pipeline.turns(index)
-        self._ended = 0
-        self.busy = False
-
-    def start(self) -> float | None:
-        """Starts the next pass and returns its seconds; None if there is none, or its input is missing."""
-        if self._ended == len(self._turns):
-            return None
-        turn = self._turns[self._ended]
-        is_end = turn.stage == (self.num_stages - 1 if turn.is_backward else 0)
-        if not is_end and turn not in self.ready:
-            return None
-        self.busy = True
-        return self._seconds(turn)
-
-    def finish(self) -> Turn:
-        turn = self._turns[self._ended]
-        self.busy = False
-        self._ended += 1
-        return turn
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -263,8 +232,8 @@ def _exchanges(time: "TimeModel", strategy: Strategy) -> Cost:
 
 
 TERMS = (
-    TimeTerm("share of tokens and of attending pairs", lambda time, s: _shared(time.layers[s.tp], s.cp)),
-    TimeTerm("exchanges of tokens", _exchanges),
+    TimeTerm("layers", lambda time, s: _shared(time.layers[s.tp], s.cp)),
+    TimeTerm("exchanges of cp ranks", _exchanges),
 )
 """What a layer costs a rank; features add theirs."""
 
@@ -313,21 +282,11 @@ class TimeModel:
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
         """Builds the model from data sheets, see `costs.data_sheet`. Raises `HotspaConfigError`: the hardware has no
         speed for the dtype."""
-        layers, heads, embeddings = data_sheet.costs(sizes, hardware, dtype)
-        intra, inter = data_sheet.hops(sizes.shape, hardware, dtype)
         return cls(
-            f"data sheet of {hardware.name}, {dtype}",
-            sizes.stage_costs,
-            layers,
-            heads,
-            embeddings,
-            hop_intra=intra,
-            hop_inter=inter,
-            devices_per_node=hardware.devices_per_node,
-            paced=sizes.vector,
-            forward_share=1 / 3 if sizes.added is None else 1 / 2,
-            shape=sizes.shape,
-        )
+            f"data sheet of {hardware.name}, {dtype}", sizes.stage_costs, *data_sheet.costs(sizes, hardware, dtype),
+            *data_sheet.hops(sizes.shape, hardware, dtype), hardware.devices_per_node,
+            forward_share=1 / 3 if sizes.added is None else 1 / 2, paced=sizes.vector, shape=sizes.shape,
+        )  # fmt: skip
 
     @classmethod
     def fit(
@@ -380,39 +339,45 @@ class TimeModel:
             self._different_costs[strategy] = times, sum([cost * number for cost, number in times.items()], Cost())
         return self._different_costs[strategy]
 
-    def layer_terms(self, strategy: Strategy) -> dict[str, Cost]:
-        """Returns what one layer costs a rank, by the names of terms."""
-        terms = [*TERMS, *(term for of_feature in hooks("terms") for term in of_feature.time)]
-        return {term.name: term.of(self, strategy) for term in terms}
-
     def hop_within(self, ranks: int) -> Hop:
         """Returns the hop inside a group of neighbouring ranks."""
         return self.hop_intra if ranks <= self.devices_per_node else self.hop_inter
 
+    def stage_terms(self, strategy: Strategy) -> list[dict[str, Cost]]:
+        """Returns the cost of each stage by the names of terms, on ranks of the usual speed."""
+        weights, share, cp = self.cut.layers, self.forward_share, strategy.cp
+        mean, last = sum(weights) / len(weights), strategy.num_stages - 1
+        terms = [*TERMS, *(term for of_feature in hooks("terms") for term in of_feature.time)]
+        of_layer = {term.name: term.of(self, strategy) for term in terms}
+        stages = []
+        for stage, layers in enumerate(self.cut.stages(strategy.num_stages)):
+            num_layers = sum(weights[layer] for layer in layers) / mean if mean else len(layers)
+            costs = {name: cost * num_layers for name, cost in of_layer.items()}
+            again = sum(costs.values(), Cost())
+            if stage == 0:
+                costs["embedding"] = _shared(self.embeddings.get(strategy.tp, Cost()), cp)
+            if stage == last:
+                costs["head"] = _shared(self.heads.get(strategy.tp, Cost()), cp)
+            scored = sum(costs.values(), Cost())
+            if strategy.rc:  # the forward pass of every rc-th layer
+                costs["recomputation"] = again * (share / strategy.rc)
+            if self.forwards:
+                costs["passes without gradients"] = scored * (share * self.forwards)
+            stages.append(costs)
+        return stages
+
     def _sum_stages(self, strategy: Strategy) -> tuple[Cost, ...]:
-        tp, pp, rc, cp = strategy.tp, strategy.pp, strategy.rc, strategy.cp
+        tp, pp = strategy.tp, strategy.pp
         if tp not in self.layers:
             known = [f"tp{known}" for known in sorted(self.layers)]
             raise HotspaConfigError(
                 f"the time model ({self.source}) has no coefficients for tp{tp}pp{pp}",
                 fix=f"measure it, or use one of {', '.join(known)}",
             )
-        weights = self.cut.layers
-        mean = sum(weights) / len(weights)
-        costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
+        factor = self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0) / USUAL_STEP_TIME
         step_times = self.cut.step_times_of(strategy.num_stages) or self._step_times(strategy)
-        layer_cost = sum(self.layer_terms(strategy).values(), Cost())
-        scored = 1 + self.forward_share * self.forwards
-        again = self.forward_share / rc if rc else 0.0  # +rc repeats the forward pass of every rc-th layer
-        for stage, layers in enumerate(self.cut.stages(strategy.num_stages)):
-            num_layers = sum(weights[layer] for layer in layers) / mean if mean else len(layers)
-            cost = layer_cost * num_layers * (scored + again)
-            if stage == 0:
-                cost += _shared(self.embeddings.get(tp, Cost()), cp) * scored
-            if stage == strategy.num_stages - 1:
-                cost += _shared(self.heads.get(tp, Cost()), cp) * scored
-            costs.append(cost * (factor * (step_times[stage] / USUAL_STEP_TIME)))
-        return tuple(costs)
+        stages = zip(self.stage_terms(strategy), step_times, strict=True)
+        return tuple(sum(costs.values(), Cost()) * (factor * step_time) for costs, step_time in stages)
 
     def _step_times(self, strategy: Strategy) -> tuple[int, ...]:
         """Uses the fastest replica, as slower ones get fewer packs."""
