@@ -19,8 +19,7 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
 
-_SAME_LAYER = 0.05
-"""Tolerated relative difference in layer parameters: a config does not show biases and extra norms."""
+_SAME_LAYER = 0.05  # tolerated relative difference in layer parameters: a config does not show biases and extra norms
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,12 @@ from hf_hotspa.seam import hooks
 MATMUL_EFFICIENCY = 0.62
 """Share of the peak that a layer's large matrix products reach, with the operations between them (training runs of
 Narayanan et al., SC'21, reach 0.52 overall)."""
-HALF_TOKENS = 256
-"""Pack size in tokens at which matrix products run at half their best speed."""
+HALF_TOKENS = 256  # pack size in tokens at which matrix products run at half their best speed
 ATTENTION_EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.75
-KERNELS_PER_LAYER = 120
-"""Kernel launches of a layer, forward and backward."""
-KERNEL_S = 5e-6
-"""Least seconds of a kernel."""
-LOSS_PASSES = 8
-"""How often fp32 logits are read or written between head and loss, forward and backward."""
+KERNELS_PER_LAYER = 120  # kernel launches of a layer, forward and backward
+KERNEL_S = 5e-6  # least seconds of a kernel
+LOSS_PASSES = 8  # how often fp32 logits are read or written between head and loss, forward and backward
 
 
 def all_reduce_seconds(tp: int, num_bytes: float, hardware: Hardware) -> float:

@@ -23,8 +23,7 @@ weights 4 + momentum 4 + variance 4."""
 ALL_REDUCES_RECOMPUTED = 6
 """The same with full recomputation: two forward, two in the repeated forward pass, two backward."""
 
-ELEMENT_BYTES = 2
-"""Bytes of a 16-bit element."""
+ELEMENT_BYTES = 2  # bytes of a 16-bit element
 
 
 @dataclass(frozen=True)

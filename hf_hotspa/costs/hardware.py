@@ -105,10 +105,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 _MIB = 1 << 20
-_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
-"""Bytes per second and direction of a 16-lane slot."""
-_NDR, _HDR, _100G = 50e9, 25e9, 12.5e9
-"""Bytes per second of a NIC: 400, 200 and 100 Gb/s."""
+_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # bytes per second and direction of a 16-lane slot
+_NDR, _HDR, _100G = 50e9, 25e9, 12.5e9  # bytes per second of a NIC: 400, 200 and 100 Gb/s
 
 
 def _gpu(

@@ -74,8 +74,7 @@ class MemoryBreakdown:
 
 
 _PARTS = tuple(f.name for f in fields(MemoryBreakdown)[:-4])
-_OF_TERMS = tuple(name for name in _PARTS if name not in ("arena", "switch"))
-"""Activations and logits are last."""
+_OF_TERMS = tuple(name for name in _PARTS if name not in ("arena", "switch"))  # activations and logits are last
 
 
 def size(num_bytes: float) -> str:
@@ -89,16 +88,12 @@ def round_up(num_bytes: float) -> str:
     return f"{mebibytes}MiB ({mebibytes / 1024:,.2f} GiB)"
 
 
-UNLIMITED_TOKENS = 1 << 40
-"""Result of `largest_pack` without a limit."""
+UNLIMITED_TOKENS = 1 << 40  # result of `largest_pack` without a limit
 
-PLANNED_SHARE = 0.9
-"""Share of a device's memory that plans may fill without a given limit."""
+PLANNED_SHARE = 0.9  # share of a device's memory that plans may fill without a given limit
 
-_NORM_INPUT_BYTES = 4
-"""Norms compute in fp32."""
-_STRAIGHT = 1e-9
-"""Relative rounding error of a total on a straight line; the bytes of one token are a larger share."""
+_NORM_INPUT_BYTES = 4  # norms compute in fp32
+_STRAIGHT = 1e-9  # relative rounding error of a total on a straight line; the bytes of one token are a larger share
 _WIDE = 1 << 18
 
 

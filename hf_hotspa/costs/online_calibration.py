@@ -24,16 +24,11 @@ from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import reading_state
 
-LIMIT = 0.25
-"""The tolerated relative error."""
-WINDOW = 6
-"""Mini-batches that are needed for a refit, and over which medians are taken."""
-APART = 3
-"""Phases of a strategy that show that it alone is mispredicted."""
-_SEEN = 2
-"""How often a strategy must run inside the window for its own factor."""
-_STEP = 4.0
-"""Largest change of a factor by one refit, up or down; limits the effect of a short disturbance."""
+LIMIT = 0.25  # the tolerated relative error
+WINDOW = 6  # mini-batches that are needed for a refit, and over which medians are taken
+APART = 3  # phases of a strategy that show that it alone is mispredicted
+_SEEN = 2  # how often a strategy must run inside the window for its own factor
+_STEP = 4.0  # largest change of a factor by one refit, up or down; limits the effect of a short disturbance
 
 
 @dataclass(frozen=True)
@@ -114,8 +109,7 @@ class Refit:
         )
 
 
-_Pair = tuple[PhaseSeconds, PhaseSeconds]
-"""Prediction and measurement of a phase."""
+_Pair = tuple[PhaseSeconds, PhaseSeconds]  # prediction and measurement of a phase
 
 
 class OnlineCalibration:

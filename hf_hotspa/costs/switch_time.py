@@ -22,10 +22,8 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.plan.switch_plan import nic_bandwidth
 from hf_hotspa.strategy import Strategy
 
-EFFICIENCY = 0.6
-"""Default share of the port model's speed without measurements; published systems reach 0.25 to 0.6."""
-_MORE = 1.01
-"""Units need more messages than complete layouts."""
+EFFICIENCY = 0.6  # default share of the port model's speed without measurements; published systems reach 0.25 to 0.6
+_MORE = 1.01  # units need more messages than complete layouts
 
 
 def estimate(

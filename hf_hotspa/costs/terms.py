@@ -40,8 +40,7 @@ class Rate(NamedTuple):
 
 Bytes = Rate | Callable[[Packs], float]
 
-LOSS = "loss"
-"""The moment of the loss of one pack."""
+LOSS = "loss"  # the moment of the loss of one pack
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,7 @@ def packed_weights(name: str, linears: Mapping[str, Any]) -> Any:
     return next(forms.of(name, linears) for forms in packed_forms() if name in forms.names)
 
 
-TRAINING_UNITS = 3
-"""Cost of a training pass, in forward passes of all layers."""
+TRAINING_UNITS = 3  # cost of a training pass, in forward passes of all layers
 
 
 @dataclass(frozen=True)

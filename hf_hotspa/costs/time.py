@@ -212,8 +212,7 @@ def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots:
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
-Packs = Sequence[Sequence[int]]
-"""The packs of a replica, as sequence lengths."""
+Packs = Sequence[Sequence[int]]  # the packs of a replica, as sequence lengths
 
 _NO_HOP = Hop()
 

@@ -17,10 +17,8 @@ from hf_hotspa.layout.shares import shard_rows, stored_rows
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
 from hf_hotspa.strategy import Strategy
 
-BLOCK = 64
-"""Weights that share a scale."""
-WEIGHT_BYTES = 1 / 2 + 4 / BLOCK
-"""Bytes of a weight, its share of a scale included."""
+BLOCK = 64  # weights that share a scale
+WEIGHT_BYTES = 1 / 2 + 4 / BLOCK  # bytes of a weight, its share of a scale included
 KINDS = ("nf4", "fp4")
 DEQUANTIZATIONS = 2
 """How often a pack dequantizes each code: for the forward and the backward product. Recomputation adds one."""
