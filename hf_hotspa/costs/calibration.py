@@ -247,9 +247,7 @@ class Calibration:
         Layers are weighed by their separate measurements if present, otherwise by `layer_costs`. Head, loss and
         embedding were measured together and count for the head. Uses the least measured tp: one partition serves all.
         Raises `HotspaConfigError`: too few or impossible samples, or samples of a model with another number of layers.
-
-        Args:
-            layer_costs: Relative cost of each layer, by its parameters.
+        `layer_costs`: relative cost of each layer, by its parameters.
         """
         if len(self.layer_weights) not in (0, len(layer_costs)):
             raise HotspaConfigError(
@@ -272,10 +270,7 @@ class Calibration:
 
     def time_model(self, sizes: ModelSizes, world_size: int | None = None) -> TimeModel:
         """Returns the time model of the complete model. Raises `HotspaConfigError`: too few or impossible measurements.
-
-        Args:
-            world_size: Ranks, on nodes like the measured ones; the measured number if None.
-        """
+        `world_size`: ranks, on nodes like the measured ones; the measured number if None."""
         key = self.key
         nodes = (world_size or key.world_size) / key.world_size
         of_packs = TimeModel.fit(
@@ -400,11 +395,7 @@ class Calibration:
     @classmethod
     def load(cls, path: str | os.PathLike[str], key: CalibrationKey | None = None) -> "Calibration":
         """Reads a file of `save`. Raises `HotspaConfigError`: the file is missing, truncated, of another kind or
-        version, has impossible numbers, or has another key.
-
-        Args:
-            key: The key that it must have; any if None.
-        """
+        version, has impossible numbers, or has another key. `key`: the key that it must have; any if None."""
         calibration = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
         if key is not None and (differences := calibration.key.differences(key)):
             raise HotspaConfigError(

@@ -37,10 +37,7 @@ class CostModel:
         cls, calibration: Calibration, sizes: ModelSizes, options: MemoryOptions, world_size: int | None = None
     ) -> "CostModel":
         """Builds the model from measurements. Raises `HotspaConfigError`: too few or impossible measurements.
-
-        Args:
-            world_size: Ranks, on nodes like the measured ones; the measured number if None.
-        """
+        `world_size`: ranks, on nodes like the measured ones; the measured number if None."""
         memory = calibration.memory_model(sizes, options, world_size)
         return cls._of(
             calibration.time_model(sizes, world_size), memory, calibration.cluster(world_size), *calibration.switch_fit

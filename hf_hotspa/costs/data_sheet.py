@@ -47,11 +47,8 @@ def all_reduce_latency(tp: int, hardware: Hardware) -> float:
 
 
 def layer_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, added: int | None = None) -> Cost:
-    """Cost of one decoder layer, forward and backward, on each device of a tp group.
-
-    Args:
-        added: Parameters that are trained in the place of the layer; None if the layer is trained.
-    """
+    """Cost of one decoder layer, forward and backward, on each device of a tp group. `added`: parameters that are
+    trained in the place of the layer; None if the layer is trained."""
     peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
     whole = shape.whole_parameters
     parameters = (shape.active_parameters - whole) / tp + whole

@@ -29,12 +29,8 @@ WAYS = (AUTO, ULYSSES, GATHER, RING)
 
 
 def head_repeats(heads: int, kv_heads: int, cp: int) -> int:
-    """Returns how often key/value heads are repeated so that every cp rank has them for its query heads.
-
-    Args:
-        heads: Query heads of a rank before the exchange, a multiple of cp.
-        kv_heads: Key/value heads, a divisor of `heads`.
-    """
+    """Returns how often key/value heads are repeated so that every cp rank has them for its query heads. `heads`: query
+    heads of a rank before the exchange, a multiple of cp. `kv_heads`: key/value heads, a divisor of `heads`."""
     group = heads // kv_heads
     return group // math.gcd(group, heads // cp)
 
@@ -68,12 +64,9 @@ def ulysses_unsupported_reason(strategy: Strategy, shape: ModelShape) -> str | N
 
 
 def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
-    """Returns the cp method of a strategy. Raises `StrategyError`: the requested method cannot run the model.
-
-    Args:
-        way: One of `WAYS`; `auto` moves the least: `ulysses` if heads can be divided and each key/value head has few
-            enough query heads, otherwise `allgather`.
-    """
+    """Returns the cp method of a strategy. Raises `StrategyError`: the requested method cannot run the model. `way`:
+    one of `WAYS`; `auto` moves the least: `ulysses` if heads can be divided and each key/value head has few enough
+    query heads, otherwise `allgather`."""
     reasons = {ULYSSES: ulysses_unsupported_reason(strategy, shape), RING: shape.ring_unsupported_reason, GATHER: None}
     if way == AUTO:
         heads = local_heads(strategy, shape)

@@ -66,10 +66,8 @@ def fit_costs(
 
     Ends are separable from layers only with samples of different numbers of layers, or samples without ends. A tp
     without such samples is absent from the second result. Raises `HotspaConfigError`: no sample, an impossible sample,
-    or fewer than three different packs for a tp.
-
-    Args:
-        depth: Converts a sample's number of layers to a multiple of the fitted layer, if layers differ.
+    or fewer than three different packs for a tp. `depth`: converts a sample's number of layers to a multiple of the
+    fitted layer, if layers differ.
     """
     by_tp: dict[int, list[Sample]] = {}
     for sample in samples:

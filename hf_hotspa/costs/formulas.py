@@ -147,12 +147,8 @@ def model_state_bytes(
     optimizer_bytes: float = OPTIMIZER_BYTES,
 ) -> float:
     """Bytes of model states on one device, from bytes per parameter; `optimizer_bytes` includes fp32 master weights.
-    Raises `HotspaConfigError`: there is no such stage, or dp is below 1.
-
-    Args:
-        num_parameters: Of the model, or of its part at a device's tp and pp coordinates.
-        stage: ZeRO stage, 0 (nothing is divided) to 3 (everything is).
-    """
+    Raises `HotspaConfigError`: there is no such stage, or dp is below 1. `num_parameters`: of the model, or of its part
+    at a device's tp and pp coordinates. `stage`: ZeRO stage, 0 (nothing is divided) to 3 (everything is)."""
     _check_stage(stage)
     if dp < 1:
         raise HotspaConfigError(f"a data-parallel degree of {dp} is impossible", fix="use at least 1")

@@ -121,10 +121,7 @@ def activation_bytes(
       are on every tp coordinate if tp cuts experts, and divided if ep does; loads count as equal.
 
     Fused kernels keep less: a LLaMA in 16 bits then has the usual `(18h + 6f) / t` bytes (derivation as in Korthikanti
-    et al., 2022). With recomputation only the layer's input (1h) stays.
-
-    Args:
-        frozen: Whether the norms are frozen.
+    et al., 2022). With recomputation only the layer's input (1h) stays. `frozen`: whether the norms are frozen.
     """
     heads = shape.attention_parameters / shape.hidden_size  # queries, keys, values and the output: 2a + 2kv
     mlp = _kept_by_mlp(shape)
@@ -390,12 +387,8 @@ class MemoryModel:
         return max(stages, key=lambda stage: stage.total)
 
     def stages(self, bucket: Bucket, num_packs: int | None = None, arena_bytes: int = 0) -> list[MemoryBreakdown]:
-        """Returns the bytes on the fullest rank of each pipeline position.
-
-        Args:
-            num_packs: Packs of a replica; enough to fill the pipeline if None.
-            arena_bytes: The pool's arena.
-        """
+        """Returns the bytes on the fullest rank of each pipeline position. `num_packs`: packs of a replica; enough to
+        fill the pipeline if None. `arena_bytes`: the pool's arena."""
         return [
             self._breakdown(self._sums(bucket.strategy, stage), self._packs(bucket, stage, num_packs), arena_bytes)
             for stage in range(bucket.strategy.pp)
@@ -528,11 +521,7 @@ class MemoryModel:
 
     def check_pool(self, buckets: Sequence[Bucket], limit_bytes: float | None, where: str | None = None) -> None:
         """Checks that a pool fits. Raises `DeviceMemoryError`: naming the strategy, its memory, what does not fit, and
-        the largest pack that does.
-
-        Args:
-            where: Source of the limit, for the message.
-        """
+        the largest pack that does. `where`: source of the limit, for the message."""
         if limit_bytes is None:
             return
         arena = max((self.arena_bytes(bucket.strategy) for bucket in buckets), default=0)
@@ -574,13 +563,9 @@ _Fullest = tuple[_Sums, dict[tuple[int | None, int | None], "Rising"]]
 
 
 class Rising:
-    """Inverts a non-decreasing function, and caches its values.
-
-    Args:
-        total: Piecewise linear with few pieces, as bytes over tokens are. The search evaluates it where the line
-            through the two points around the limit meets the limit; it bisects if that makes little progress.
-        high: Upper end of the search.
-    """
+    """Inverts a non-decreasing function, and caches its values. `total`: piecewise linear with few pieces, as bytes
+    over tokens are. The search evaluates it where the line through the two points around the limit meets the limit; it
+    bisects if that makes little progress. `high`: upper end of the search."""
 
     def __init__(self, total: Callable[[int], float], high: int) -> None:
         self._total = total

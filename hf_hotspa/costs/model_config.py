@@ -114,11 +114,8 @@ def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
 
 def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[str, Any] | None = None) -> ModelConfig:
     """Builds the model from the contents of a config; of a multimodal config, the text model. Raises `ModelError`: the
-    family is unknown, a field is missing or impossible, or the layers cannot be counted.
-
-    Args:
-        facts: The engine's analysis of the family; from `families.json` if None.
-    """
+    family is unknown, a field is missing or impossible, or the layers cannot be counted. `facts`: the engine's analysis
+    of the family; from `families.json` if None."""
     text = data.get("text_config")
     config = _Config({**data, **text} if isinstance(text, dict) else data, where)
     shape = _shape(config, config.table if facts is None else facts)
@@ -266,11 +263,7 @@ _TIMEOUT_S = 10
 def hub_file(name: str, filename: str = CONFIG) -> Path:
     """Returns the path of a file of a hub model, such as `Qwen/Qwen3-0.6B`; downloads it if it is not in the cache.
     Raises `HotspaConfigError`: the name is not a valid model name, the hub has no such model or requires a token for
-    it, or the hub cannot be reached; `what` says which.
-
-    Args:
-        filename: The file in the model's repository.
-    """
+    it, or the hub cannot be reached; `what` says which. `filename`: the file in the model's repository."""
     # imported here, because presets and local files do not need it
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_CACHE

@@ -119,12 +119,8 @@ class Streams:
         return (self.load_s(strategy) if strategy.z == 3 else 0.0) + self.return_s(strategy)
 
     def seconds(self, strategy: Strategy, turns: Iterable[StreamedPack], slots: float) -> float:
-        """Returns the seconds of the packs of a phase, transfers included.
-
-        Args:
-            turns: Each pack, of the slowest replica.
-            slots: How many ranks compute at a time if ranks share cores, otherwise infinite.
-        """
+        """Returns the seconds of the packs of a phase, transfers included. `turns`: each pack, of the slowest replica.
+        `slots`: how many ranks compute at a time if ranks share cores, otherwise infinite."""
         turns = list(turns)
         load = self.load_s(strategy) if strategy.z == 3 else 0.0
         back = self.return_s(strategy)

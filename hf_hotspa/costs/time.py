@@ -165,11 +165,8 @@ def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots:
 
     At any moment all computing stages run at one speed. So work done is one integral of the speed for all, and an
     operation ends when the integral has grown by its seconds. Two queues order the events: ends of operations by the
-    integral, arrivals of messages by time.
-
-    Args:
-        ranks_per_stage: Ranks that work on a stage together.
-        slots: Ranks that compute at a time.
+    integral, arrivals of messages by time. `ranks_per_stage`: ranks that work on a stage together. `slots`: ranks that
+    compute at a time.
     """
     ranks = [(replica, rank) for replica, pipeline in enumerate(pipelines) for rank in range(pipeline.num_ranks)]
     index = {key: at for at, key in enumerate(ranks)}
@@ -291,12 +288,9 @@ class TimeModel:
     def fit(
         cls, samples: Iterable[Sample], sizes: ModelSizes, depth: Callable[[int], float] = float, **fields: Any
     ) -> "TimeModel":
-        """Builds the model from measurements. Raises `HotspaConfigError`: too few or impossible samples.
-
-        Args:
-            samples: At least three different packs for each tp. Embedding and head are distinguished from layers by
-                samples with different numbers of layers, or without embedding and head.
-        """
+        """Builds the model from measurements. Raises `HotspaConfigError`: too few or impossible samples. `samples`: at
+        least three different packs for each tp. Embedding and head are distinguished from layers by samples with
+        different numbers of layers, or without embedding and head."""
         layers, ends = fit_costs(samples, depth)
         fields = {"source": "measured", "paced": sizes.vector, "shape": sizes.shape} | fields
         return cls(cut=sizes.stage_costs, layers=layers, heads=ends, **fields)
