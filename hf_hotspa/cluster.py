@@ -10,25 +10,16 @@ class Cluster:
     """Ranks in consecutive blocks of `devices_per_node`, as every launcher numbers them.
 
     Links are full duplex. Every device has a port to the devices of its node; the devices of a node share its
-    `nics_per_node` network interfaces evenly. Defaults: an A800 node with one 200 Gb/s NIC for each GPU.
-
-    Args:
-        devices_per_node: Ranks on a full node; the last node may have fewer.
-        intra_bandwidth: Bytes per second, per direction, of a device's port inside its node.
-        inter_bandwidth: Bytes per second, per direction, of one NIC.
-        nics_per_node: None for one per device.
-        latency_s: Fixed seconds of one round of messages.
-
-    Raises:
-        HotspaConfigError: a count is below one, or a bandwidth or latency is invalid.
+    `nics_per_node` network interfaces evenly. Defaults: an A800 node with one 200 Gb/s NIC for each GPU. Raises
+    `HotspaConfigError`: a count is below one, or a bandwidth or latency is invalid.
     """
 
     world_size: int
-    devices_per_node: int
-    intra_bandwidth: float = 200e9
-    inter_bandwidth: float = 25e9
-    nics_per_node: int | None = None
-    latency_s: float = 0.0
+    devices_per_node: int  # ranks on a full node; the last node may have fewer
+    intra_bandwidth: float = 200e9  # bytes per second, per direction, of a device's port inside its node
+    inter_bandwidth: float = 25e9  # bytes per second, per direction, of one NIC
+    nics_per_node: int | None = None  # None for one per device
+    latency_s: float = 0.0  # fixed seconds of one round of messages
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.devices_per_node < 1:

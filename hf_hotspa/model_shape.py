@@ -5,59 +5,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers that decide on legal strategies and the cost of a token.
+    """The numbers that decide on legal strategies and the cost of a token."""
 
-    Args:
-        family: The transformers `model_type`.
-        num_layers: Decoder layers.
-        num_attention_heads: Query heads.
-        num_key_value_heads: Equal to the query heads without grouped-query attention.
-        hidden_size: Width of the residual stream.
-        attention_size: Query heads times head dimension.
-        vocab_size: Rows of the embedding.
-        layer_parameters: Parameters of one decoder layer (the mean, if layers differ).
-        max_position_embeddings: The longest sequence of the position encoding; None when unbounded.
-        has_tp_plan: Whether transformers has a tensor-parallel plan for the family.
-        has_pp_plan: Whether transformers has a pipeline plan for the family.
-        tp_unsupported_reason: Why tp > 1 cannot be exact despite a plan, or None; likewise for `Strategy`'s other
-            names.
-        ring_unsupported_reason: Why its attention cannot run on a ring of cp ranks, or None.
-        num_experts: Experts of a layer; 0 for a dense model.
-        experts_per_token: Experts that compute a token.
-        expert_parameters: Parameters of all experts of one layer (the mean, if layers differ).
-        whole_attention: The share of attention, or its replacement, that tp does not divide: every rank has all of it.
-        whole_mlp: The same for MLPs, experts and routers.
-        gated: Whether MLPs or experts have a gate beside the two matrices.
-        head_norms: Whether queries and keys are normed.
-    """
-
-    family: str
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    hidden_size: int
-    attention_size: int
-    vocab_size: int
-    layer_parameters: int
-    max_position_embeddings: int | None = None
-    has_tp_plan: bool = True
-    has_pp_plan: bool = True
+    family: str  # the transformers `model_type`
+    num_layers: int  # decoder layers
+    num_attention_heads: int  # query heads
+    num_key_value_heads: int  # equal to the query heads without grouped-query attention
+    hidden_size: int  # width of the residual stream
+    attention_size: int  # query heads times head dimension
+    vocab_size: int  # rows of the embedding
+    layer_parameters: int  # parameters of one decoder layer (the mean, if layers differ)
+    max_position_embeddings: int | None = None  # the longest sequence of the position encoding; None when unbounded
+    has_tp_plan: bool = True  # whether transformers has a tensor-parallel plan for the family
+    has_pp_plan: bool = True  # whether transformers has a pipeline plan for the family
+    # why tp > 1 cannot be exact despite a plan, or None; likewise for `Strategy`'s other names
     tp_unsupported_reason: str | None = None
     pp_unsupported_reason: str | None = None
     sp_unsupported_reason: str | None = None
     ck_unsupported_reason: str | None = None
     cp_unsupported_reason: str | None = None
-    ring_unsupported_reason: str | None = None
+    ring_unsupported_reason: str | None = None  # why its attention cannot run on a ring of cp ranks, or None
     rc_unsupported_reason: str | None = None
     z_unsupported_reason: str | None = None
-    num_experts: int = 0
-    experts_per_token: int = 0
-    expert_parameters: int = 0
+    num_experts: int = 0  # experts of a layer; 0 for a dense model
+    experts_per_token: int = 0  # experts that compute a token
+    expert_parameters: int = 0  # parameters of all experts of one layer (the mean, if layers differ)
     ep_unsupported_reason: str | None = None
+    # the share of attention, or its replacement, that tp does not divide: every rank has all of it
     whole_attention: float = 0.0
-    whole_mlp: float = 0.0
-    gated: bool = True
-    head_norms: bool = False
+    whole_mlp: float = 0.0  # the same for MLPs, experts and routers
+    gated: bool = True  # whether MLPs or experts have a gate beside the two matrices
+    head_norms: bool = False  # whether queries and keys are normed
 
     @property
     def attention_parameters(self) -> int:

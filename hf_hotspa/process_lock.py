@@ -28,14 +28,11 @@ class ProcessLock:
 
     Args:
         path: The file; created when the lock is taken.
-
-    Attributes:
-        left_behind: The text of the previous holder, if it died; empty if it released the lock.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.left_behind = ""
+        self.left_behind = ""  # the text of the previous holder, if it died; empty if it released the lock
 
     @property
     def _key(self) -> str:
@@ -47,7 +44,8 @@ class ProcessLock:
         return self._key in _descriptors
 
     def take(self, patience_s: float = 0.0, owner: str = "") -> bool:
-        """Takes the lock, unless this process already holds it.
+        """Takes the lock, unless this process already holds it. Raises `OSError`: the file cannot be created or written
+        to.
 
         Args:
             patience_s: Seconds to wait for another process; a killed process's lock is free once it is reaped.
@@ -55,9 +53,6 @@ class ProcessLock:
 
         Returns:
             Whether this process holds the lock; true, with a warning, on a file system without locks.
-
-        Raises:
-            OSError: the file cannot be created or written to.
         """
         if self.is_locked:
             return True

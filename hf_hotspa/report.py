@@ -168,26 +168,19 @@ class RankMeasures:
 
 @dataclass(frozen=True)
 class RaceReport:
-    """The result of a race of plans (`search/race.py`).
+    """The result of a race of plans (`search/race.py`)."""
 
-    Args:
-        kept: The plan that is kept, in words; `second` is the nearest other one.
-        tried: Number of plans.
-        factor: The second plan's time over the kept plan's. `low` to `high` is its 90 % interval from 5 rounds on, else
-            its least and greatest value.
-        cost: In mini-batches.
-        why: Why the race was run; empty for the first race.
-    """
-
-    kept: str
+    kept: str  # the plan that is kept, in words; `second` is the nearest other one
     second: str
-    tried: Count
+    tried: Count  # number of plans
     mini_batches: Count
+    # the second plan's time over the kept plan's. `low` to `high` is its 90 % interval from 5 rounds on, else its least
+    # and greatest value.
     factor: float
     low: float
     high: float
-    cost: float
-    why: str = ""
+    cost: float  # in mini-batches
+    why: str = ""  # why the race was run; empty for the first race
 
     def __str__(self) -> str:
         again = f"raced again, {self.why}: " if self.why else ""
@@ -380,17 +373,11 @@ class SwitchEvent:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Floating-point operations of a model, forward and backward, and the peak rate of its devices.
+    """Floating-point operations of a model, forward and backward, and the peak rate of its devices."""
 
-    Args:
-        token: Of a token, in matrix products.
-        square: Of a sequence, in attention, per squared token count.
-        peak: Per second, of all devices together, by data sheet.
-    """
-
-    token: float
-    square: float
-    peak: float
+    token: float  # of a token, in matrix products
+    square: float  # of a sequence, in attention, per squared token count
+    peak: float  # per second, of all devices together, by data sheet
 
     def utilization(self, num_tokens: int, squared_tokens: int, seconds: float) -> float:
         """MFU, 0 to 1: the operations over the devices' peak operations in the time."""

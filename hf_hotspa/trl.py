@@ -94,11 +94,8 @@ class _ByName(_Base):
 
 
 class OverTRL(SwitchedMixin, _ByName):
-    """In front of one of TRL's trainers: `SwitchedMixin` with a reference model on the same replicas.
-
-    Raises:
-        UnsupportedError: the trainer or an option is not supported.
-    """
+    """In front of one of TRL's trainers: `SwitchedMixin` with a reference model on the same replicas. Raises
+    `UnsupportedError`: the trainer or an option is not supported."""
 
     _hotspa_prepares = False  # TRL loads a name or folder, with `model_init_kwargs`
     _hotspa_sync: _Syncs | None = None

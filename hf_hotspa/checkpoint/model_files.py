@@ -89,17 +89,14 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
 class ModelWeights:
     """The weight files of a model, planned without its weights.
 
-    Args:
-        model: A transformers model, with weights or on the meta device; or a `PeftModel`, if `adapted`.
-        parameters: In the order in which they are gathered; of an adapter the trained ones.
-
     Attributes:
         shards: Each tensor with its name in its file, and the name in memory of its source weight.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: Any,  # a transformers model, with weights or on the meta device; or a `PeftModel`, if `adapted`
+        # in the order in which they are gathered; of an adapter the trained ones
         parameters: Sequence[ParameterSpec | SavedParameter],
         adapted: bool,
         max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -187,15 +184,13 @@ class ModelWeights:
 
 
 def check_rewritten(folder: Path, manifest: Manifest, model: Any, failure: DamagedCheckpointError) -> None:
-    """Checks that weight files written by another program hold the same weights as the ranks' shares.
+    """Checks that weight files written by another program hold the same weights as the ranks' shares. Raises
+    `DamagedCheckpointError`: they do not, or cannot be read.
 
     Args:
         manifest: The checkpoint's manifest; all other files match it.
         model: A model like the saved one, for its names only.
         failure: The error to raise if the files cannot be compared.
-
-    Raises:
-        DamagedCheckpointError: they do not, or cannot be read.
     """
     reader = ShareReader(folder, manifest)
     weights = (
@@ -290,26 +285,16 @@ _CHUNK = 16 << 20
 
 
 def export(
-    checkpoint: Path,
-    target: Path,
+    checkpoint: Path,  # verified first
+    target: Path,  # new, or empty
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    dtype: str | None = None,
-    mode: int | None = None,
+    dtype: str | None = None,  # of the exported floating-point weights; None for the trained model's
+    mode: int | None = None,  # the permissions of the directory; None for the default, which is not for threads
 ) -> list[Path]:
-    """Writes the model of a checkpoint for `from_pretrained` (`PeftModel.from_pretrained` for an adapter).
-
-    Args:
-        checkpoint: Verified first.
-        target: New, or empty.
-        dtype: Of the exported floating-point weights; None for the trained model's.
-        mode: The permissions of the directory; None for the default, which is not for threads.
-
-    Raises:
-        DamagedCheckpointError: the checkpoint does not verify.
-        HotspaConfigError: the target is in use, or the dtype is not a floating-point dtype.
-        OSError: the disk fails.
-    """
+    """Writes the model of a checkpoint for `from_pretrained` (`PeftModel.from_pretrained` for an adapter). Raises
+    `DamagedCheckpointError`: the checkpoint does not verify. Raises `HotspaConfigError`: the target is in use, or the
+    dtype is not a floating-point dtype. Raises `OSError`: the disk fails."""
     if dtype is not None and not (dtype in DTYPES and getattr(torch, dtype).is_floating_point):
         raise HotspaConfigError(f"dtype {dtype!r}", fix="use float32, bfloat16, float16 or float64")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -405,31 +390,19 @@ def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path
 
 
 def merge(
-    checkpoint: Path,
-    target: Path,
+    checkpoint: Path,  # of an adapter; verified first
+    target: Path,  # new, or empty
     *,
-    base: str | None = None,
+    base: str | None = None,  # a folder or a name on the hub; None for the adapter config's
+    # how the base was quantized at load, `nf4` or `fp4`; None if it was not, or if its folder is
     quantization: str | None = None,
-    double: bool = False,
+    double: bool = False,  # whether its scales were quantized, too
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    dtype: str | None = None,
+    dtype: str | None = None,  # in which the base is loaded, dequantized and merged; None for its config's
 ) -> list[Path]:
-    """Writes base and adapter as one plain model.
-
-    Args:
-        checkpoint: Of an adapter; verified first.
-        target: New, or empty.
-        base: A folder or a name on the hub; None for the adapter config's.
-        quantization: How the base was quantized at load, `nf4` or `fp4`; None if it was not, or if its folder is.
-        double: Whether its scales were quantized, too.
-        dtype: In which the base is loaded, dequantized and merged; None for its config's.
-
-    Raises:
-        DamagedCheckpointError: the checkpoint does not verify.
-        HotspaConfigError: it holds no adapter, the base cannot be loaded or is quantized otherwise, or the target is in
-            use.
-        OSError: the disk fails.
-    """
+    """Writes base and adapter as one plain model. Raises `DamagedCheckpointError`: the checkpoint does not verify.
+    Raises `HotspaConfigError`: it holds no adapter, the base cannot be loaded or is quantized otherwise, or the target
+    is in use. Raises `OSError`: the disk fails."""
     weights = read_manifest(checkpoint).adapter_weights
     if weights is None:
         raise HotspaConfigError(

@@ -35,11 +35,8 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], where: str) -> None:
-    """The inverse of `random_state`; a CUDA state is ignored without a device.
-
-    Raises:
-        DamagedCheckpointError: `state` is not such a state.
-    """
+    """The inverse of `random_state`; a CUDA state is ignored without a device. Raises `DamagedCheckpointError`: `state`
+    is not such a state."""
     try:
         python, numpy_state = state["python"], state["numpy"]
         key = np.array(numpy_state["key"], dtype=np.uint32)

@@ -63,11 +63,8 @@ def adapter_folder(checkpoint: Path, name: str) -> Path:
 
 
 def _read_pickle(folder: Path, name: str) -> Any:
-    """The tensors and plain values of a file from `torch.save`; tensors stay on disk until they are used.
-
-    Raises:
-        DamagedCheckpointError: it cannot be read, or holds something else.
-    """
+    """The tensors and plain values of a file from `torch.save`; tensors stay on disk until they are used. Raises
+    `DamagedCheckpointError`: it cannot be read, or holds something else."""
     if TORCHAO in sys.modules:
         importlib.import_module("torchao.optim")  # registers its tensors as safe with torch
     try:
@@ -82,31 +79,24 @@ def _read_pickle(folder: Path, name: str) -> Any:
 
 @dataclass(frozen=True)
 class StockCheckpoint:
-    """An opened checkpoint of the stock Trainer, or of ours with the model only (`save_only_model`).
-
-    Args:
-        optimizer: The optimizer's `state_dict`; its tensors stay in the file. Without one in the checkpoint, this and
-            `scheduler` are empty: both start anew, as with the stock Trainer.
-        state: What only our checkpoints hold: nothing.
-    """
+    """An opened checkpoint of the stock Trainer, or of ours with the model only (`save_only_model`)."""
 
     path: Path
     trainer_state: dict[str, Any]
+    # the optimizer's `state_dict`; its tensors stay in the file. Without one in the checkpoint, this and `scheduler`
+    # are empty: both start anew, as with the stock Trainer.
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)  # what only our checkpoints hold: nothing
 
     @classmethod
     def open(cls, path: Path, adapter: str | None = None) -> "StockCheckpoint":
-        """Reads everything except the tensors.
+        """Reads everything except the tensors. Raises `ResumeError`: a wrapper wrote it whose state cannot be mapped.
+        Raises `DamagedCheckpointError`: a file is missing, damaged, or not what its name says. Raises `HotspaError`:
+        its weights cannot be read; see `WeightFiles`.
 
         Args:
             adapter: The name of the run's adapter, if any.
-
-        Raises:
-            ResumeError: a wrapper wrote it whose state cannot be mapped.
-            DamagedCheckpointError: a file is missing, damaged, or not what its name says.
-            HotspaError: its weights cannot be read; see `WeightFiles`.
         """
         for other, patterns in _OF_OTHERS.items():
             if any(True for pattern in patterns for _ in path.glob(pattern)):
@@ -136,13 +126,11 @@ class StockCheckpoint:
         return cls(path, trainer_state, optimizer, scheduler)
 
     def restore_optimizer(self, optimizer: Optimizer, master: MasterStore) -> None:
-        """Loads this rank's share of the saved states into its optimizer.
+        """Loads this rank's share of the saved states into its optimizer. Raises `ResumeError`: it is another
+        optimizer, or has other parameters.
 
         Args:
             optimizer: On the master store, with groups made as with the stock Trainer.
-
-        Raises:
-            ResumeError: it is another optimizer, or has other parameters.
         """
         bare, saved_groups = bare_optimizer(optimizer), self.optimizer["param_groups"]
         groups = names_in_groups(bare, master)
@@ -227,10 +215,7 @@ class StockCheckpoint:
 
     def set_random_state(self, rank: int) -> bool:
         """Sets the generators of this process to the states of rank `r mod saved ranks`. False if none were saved.
-
-        Raises:
-            DamagedCheckpointError: the file holds no such states.
-        """
+        Raises `DamagedCheckpointError`: the file holds no such states."""
         several = len(list(self.path.glob("rng_state_*.pth")))
         name = f"rng_state_{rank % several}.pth" if several else "rng_state.pth"
         if not (self.path / name).is_file():
@@ -250,7 +235,8 @@ class StockCheckpoint:
     def check_order(
         self, rows: int | None, batches: int, accumulation: int, per_device: int, mini_batch: int, drop_last: bool
     ) -> None:
-        """Compares the trained mini-batches with the run's, as far as step and epoch tell.
+        """Compares the trained mini-batches with the run's, as far as step and epoch tell. Raises `ResumeError`: they
+        differ.
 
         Args:
             rows: Rows that an epoch of the run trains; None if unknown.
@@ -259,9 +245,6 @@ class StockCheckpoint:
             per_device: Rows of a batch.
             mini_batch: Rows of a step, over all processes.
             drop_last: Whether an incomplete last mini-batch is left out.
-
-        Raises:
-            ResumeError: they differ.
         """
         step, epoch = self.trainer_state["global_step"], self.trainer_state.get("epoch")
         saved = self.trainer_state.get("train_batch_size")
@@ -303,12 +286,8 @@ def _epochs(step: int, rows: int, steps_in_epoch: int, per_device: int, mini_bat
 
 @torch.no_grad()
 def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
-    """Fills this rank's share of the trained weights from a PEFT file.
-
-    Raises:
-        ResumeError: the file holds another adapter.
-        DamagedCheckpointError: it cannot be read.
-    """
+    """Fills this rank's share of the trained weights from a PEFT file. Raises `ResumeError`: the file holds another
+    adapter. Raises `DamagedCheckpointError`: it cannot be read."""
     trained = {adapter_name(name): share for name, share in master.shares.items() if share.spec.trainable}
     differences = itertools.chain(
         (name for name in trained if name not in files.tensors),

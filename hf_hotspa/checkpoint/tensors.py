@@ -65,16 +65,11 @@ def versions() -> dict[str, str]:
 
 @dataclass
 class Share:
-    """What a rank writes: 1-D tensors by name, and the optimizer's other states.
+    """What a rank writes: 1-D tensors by name, and the optimizer's other states."""
 
-    Args:
-        tensors: In the order of the file.
-        scalars: Parameter -> state -> value, JSON-ready.
-        states: Parameter -> state -> stored dtype, as in `SavedParameter.states`.
-    """
-
-    tensors: list[tuple[TensorRecord, Tensor]] = field(default_factory=list)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: list[tuple[TensorRecord, Tensor]] = field(default_factory=list)  # in the order of the file
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state -> value, JSON-ready
+    # parameter -> state -> stored dtype, as in `SavedParameter.states`
     states: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def copy(self) -> "Share":
@@ -109,14 +104,12 @@ def drop_unstepped(master: MasterStore, optimizer: Optimizer, agreement: Agreeme
 
 
 def share_of(master: MasterStore, optimizer: Optimizer | None, vector: ParameterVector) -> Share:
-    """Returns this rank's share, as views of the master store and the optimizer's tensors.
+    """Returns this rank's share, as views of the master store and the optimizer's tensors. Raises `UnsupportedError`:
+    the optimizer has a state that belongs neither to one weight nor to one parameter.
 
     Args:
         optimizer: None to leave it out.
         vector: What is saved (`saved_vector`).
-
-    Raises:
-        UnsupportedError: the optimizer has a state that belongs neither to one weight nor to one parameter.
     """
     share = Share()
     bare = bare_optimizer(optimizer) if optimizer is not None else None
@@ -222,14 +215,12 @@ class ShareReader:
         self._files: dict[int, Any] = {}
 
     def read(self, parameter: SavedParameter, state: str, start: int, stop: int) -> Tensor:
-        """Reads elements `[start, stop)` of a state of a parameter, in the storage order of the checkpoint.
+        """Reads elements `[start, stop)` of a state of a parameter, in the storage order of the checkpoint. Raises
+        `DamagedCheckpointError`: a file does not hold what the manifest says.
 
         Returns:
             1-D, on the CPU, in the saved dtype. If a value stands for several elements: the blocks that begin in the
             range, which must begin with one.
-
-        Raises:
-            DamagedCheckpointError: a file does not hold what the manifest says.
         """
         dtype, each = stored_as(parameter.states[state])
         tensor = torch.empty(num_values(start, stop, each), dtype=getattr(torch, dtype))
@@ -304,16 +295,14 @@ def restore(
     folder: Path, manifest: Manifest, master: MasterStore, optimizer: Optimizer | None, saved: Mapping[str, Any] | None
 ) -> None:
     """Fills this rank's share of the master store, and the states of its optimizer, from a checkpoint of any layout.
+    Raises `ResumeError`: it is another optimizer. Raises `DamagedCheckpointError`: a file does not hold what the
+    manifest says.
 
     Args:
         folder: The checkpoint, verified.
         manifest: Checked against the model.
         optimizer: None to restore the weights only.
         saved: From `optimizer_to_json`.
-
-    Raises:
-        ResumeError: it is another optimizer.
-        DamagedCheckpointError: a file does not hold what the manifest says.
     """
     if optimizer is not None:
         assert saved is not None
@@ -338,11 +327,8 @@ def restore(
 
 
 def saved_tensors(folder: Path, manifest: Manifest, name: str) -> dict[str, Tensor]:
-    """Returns all tensors of a file of a checkpoint; none if it has no such file.
-
-    Raises:
-        DamagedCheckpointError: the file cannot be read.
-    """
+    """Returns all tensors of a file of a checkpoint; none if it has no such file. Raises `DamagedCheckpointError`: the
+    file cannot be read."""
     name = manifest.located(name)
     if not any(file.name == name for file in manifest.files):
         return {}
@@ -365,14 +351,11 @@ def copy_buffers(saved: Mapping[str, Tensor], models: Iterable[nn.Module]) -> No
 def load_optimizer(
     optimizer: Optimizer, master: MasterStore, states: dict[str, dict[str, Any]], saved: Mapping[str, Any], where: str
 ) -> None:
-    """Loads states into an optimizer.
+    """Loads states into an optimizer. Raises `ResumeError`: it is another optimizer.
 
     Args:
         states: Parameter -> state -> this rank's share.
         saved: From `optimizer_to_json`.
-
-    Raises:
-        ResumeError: it is another optimizer.
     """
     _check_kind(optimizer, saved, where)
     current, own = optimizer.state_dict(), kind_of(optimizer)

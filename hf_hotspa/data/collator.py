@@ -41,34 +41,24 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One pack as tensors: one forward/backward unit of one replica.
+    """One pack as tensors: one forward/backward unit of one replica."""
 
-    Args:
-        input_ids: [1, T] int64.
-        position_ids: [1, T] int64, from 0 in each sequence.
-        labels: [1, T] int64, the target of each position, already shifted; -100 without a target, so always at the end
-            of a sequence.
-        cu_seqlens: [S1] int32, the start of each sequence, and T.
-        lengths: The S sequence lengths, on the host.
-        num_labels: Targets that count, on the host.
-        keys: The dataset row and the first token of each sequence; (-1, 0) for padding.
-        columns: Further inputs of a custom loss: [1, T] with a number for each token of `input_ids` (not shifted), or
-            [S] with one for each sequence; int64 or float64.
-        cuts: For each sequence of a part of a pack, its tokens before the part and the whole sequence's length; empty
-            if all are whole. The [1, T] columns of a part are shifted like `labels`.
-        content: A 64-bit digest of tokens and labels, on which the ranks of a replica must agree
-            (`parallel.agreement`).
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
+    input_ids: torch.Tensor  # [1, T] int64
+    position_ids: torch.Tensor  # [1, T] int64, from 0 in each sequence
+    # [1, T] int64, the target of each position, already shifted; -100 without a target, so always at the end of a
+    # sequence
     labels: torch.Tensor
-    cu_seqlens: torch.Tensor
-    lengths: tuple[int, ...]
-    num_labels: int
-    keys: tuple[tuple[int, int], ...] = ()
+    cu_seqlens: torch.Tensor  # [S1] int32, the start of each sequence, and T
+    lengths: tuple[int, ...]  # the S sequence lengths, on the host
+    num_labels: int  # targets that count, on the host
+    keys: tuple[tuple[int, int], ...] = ()  # the dataset row and the first token of each sequence; (-1, 0) for padding
+    # further inputs of a custom loss: [1, T] with a number for each token of `input_ids` (not shifted), or [S] with one
+    # for each sequence; int64 or float64
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    # a 64-bit digest of tokens and labels, on which the ranks of a replica must agree (`parallel.agreement`)
     content: int = 0
+    # for each sequence of a part of a pack, its tokens before the part and the whole sequence's length; empty if all
+    # are whole. The [1, T] columns of a part are shifted like `labels`.
     cuts: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -84,11 +74,8 @@ class MicroBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def padded_to(self, num_tokens: int, pad_token_id: int) -> "MicroBatch":
-        """Appends one isolated sequence of padding, without labels, up to `num_tokens` tokens.
-
-        Raises:
-            DataError: the micro-batch is longer.
-        """
+        """Appends one isolated sequence of padding, without labels, up to `num_tokens` tokens. Raises `DataError`: the
+        micro-batch is longer."""
         pad = num_tokens - self.num_tokens
         if pad < 0:
             raise DataError(f"a micro-batch of {self.num_tokens} tokens cannot be padded to {num_tokens}")
@@ -180,19 +167,12 @@ class PhaseBatch:
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """One optimizer step on one rank.
+    """One optimizer step on one rank."""
 
-    Args:
-        plan: The plan of the whole mini-batch, the same on every rank.
-        phases: One for each phase of the plan, in the same order on every rank.
-        error: The error of the rows, for all ranks to agree on and raise; without phases.
-        content: A digest of the tokens, if each rank reads a separate stream.
-    """
-
-    plan: MiniBatchPlan
-    phases: tuple[PhaseBatch, ...]
-    error: HotspaError | None = None
-    content: str = ""
+    plan: MiniBatchPlan  # the plan of the whole mini-batch, the same on every rank
+    phases: tuple[PhaseBatch, ...]  # one for each phase of the plan, in the same order on every rank
+    error: HotspaError | None = None  # the error of the rows, for all ranks to agree on and raise; without phases
+    content: str = ""  # a digest of the tokens, if each rank reads a separate stream
 
     def digests(self) -> dict[str, str]:
         """Returns by name what must agree on all ranks before the first transfer."""
@@ -511,31 +491,20 @@ def is_stock(collator: Any) -> bool:
 class RowCollator:
     """Converts rows to a batch of tensors, [B, L] each, padded on the right.
 
-    Args:
-        collator: The user's; None to pad rows here.
-        tokenizer: For rows without `input_ids`.
-        columns: Those that the stock Trainer would keep for the model; None for all.
-        loss_columns: Numbers of rows or tokens that a token loss reads.
-        policy: For sequences of more than `longest` tokens: error, truncate, split or drop.
-        skips_empty: Whether to leave out null or empty rows.
-        counts: Whether the batch has the numbers of changed rows (`COUNTS`).
-        unsupported: Columns that the model would receive and that packing cannot honour.
-        borders: As in `RowRules`.
-
     Attributes:
         longest: Tokens of the longest trained sequence; None while unknown.
         kept: Columns of a data set that are read; empty for all.
     """
 
-    collator: Any = None
-    tokenizer: Any = None
-    columns: Collection[str] | None = None
-    loss_columns: Sequence[str] = ()
-    policy: str = ERROR
-    skips_empty: bool = False
-    counts: bool = False
-    unsupported: frozenset[str] = frozenset()
-    borders: tuple[int, ...] = ()
+    collator: Any = None  # the user's; None to pad rows here
+    tokenizer: Any = None  # for rows without `input_ids`
+    columns: Collection[str] | None = None  # those that the stock Trainer would keep for the model; None for all
+    loss_columns: Sequence[str] = ()  # numbers of rows or tokens that a token loss reads
+    policy: str = ERROR  # for sequences of more than `longest` tokens: error, truncate, split or drop
+    skips_empty: bool = False  # whether to leave out null or empty rows
+    counts: bool = False  # whether the batch has the numbers of changed rows (`COUNTS`)
+    unsupported: frozenset[str] = frozenset()  # columns that the model would receive and that packing cannot honour
+    borders: tuple[int, ...] = ()  # as in `RowRules`
     longest: int | None = None
     kept: frozenset[str] = frozenset()
 
@@ -543,13 +512,9 @@ class RowCollator:
         self._passes_masks_over = is_stock(self.collator)
 
     def __call__(self, examples: Sequence[Any]) -> Any:
-        """Returns the batch of some rows, on the host.
-
-        Raises:
-            DataError: a row cannot be read.
-            UnsupportedError: information of a row on its tokens would be ignored.
-            OverlongError: a sequence is too long, and the policy is `error`.
-        """
+        """Returns the batch of some rows, on the host. Raises `DataError`: a row cannot be read. Raises
+        `UnsupportedError`: information of a row on its tokens would be ignored. Raises `OverlongError`: a sequence is
+        too long, and the policy is `error`."""
         rows = self._read(list(examples)) if len(examples) else []
         if not rows:
             empty = torch.zeros((0, 1), dtype=torch.int64)
@@ -708,11 +673,8 @@ def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
 
 
 def with_masks(example: Any, row: int) -> Any:
-    """Converts a row's loss masks in other columns (`completion_mask`, `assistant_masks`, ...) to `labels`.
-
-    Raises:
-        UnsupportedError: a mask is not one number of 0 or 1 for each token, or the row has `label` and no `labels`.
-    """
+    """Converts a row's loss masks in other columns (`completion_mask`, `assistant_masks`, ...) to `labels`. Raises
+    `UnsupportedError`: a mask is not one number of 0 or 1 for each token, or the row has `label` and no `labels`."""
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
     if ids is None:
         return example
@@ -801,20 +763,14 @@ class MiniBatchSampler(_BatchesOfRanks):
     A mini-batch has consecutive rows of the order, on any number of ranks; a batch may be empty. An incomplete
     mini-batch, at the end, is cut into batches where a complete one is, as by the stock Trainer, so that a mean over
     batches has as many. As a `BatchRebalanceSampler` by type, the stock Trainer does not distribute its batches again.
-
-    Args:
-        sampler: The order of rows.
-        size: Rows of a mini-batch.
-        parts: Accumulated batches.
-        drop_last: Leaves out an incomplete batch of all ranks together.
     """
 
-    sampler: Any
-    size: int
-    parts: int
+    sampler: Any  # the order of rows
+    size: int  # rows of a mini-batch
+    parts: int  # accumulated batches
     rank: int
     world_size: int
-    drop_last: bool = False
+    drop_last: bool = False  # leaves out an incomplete batch of all ranks together
     epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:

@@ -34,11 +34,8 @@ _CHECK = "check the split and the file: one JSON object a line, and the same col
 
 
 def csv_columns(files: Sequence[Path]) -> list[str]:
-    """Returns the columns of csv files, which must agree.
-
-    Raises:
-        DataError: they differ, or rows have more cells than the header.
-    """
+    """Returns the columns of csv files, which must agree. Raises `DataError`: they differ, or rows have more cells than
+    the header."""
     import pandas  # type: ignore[import-untyped]
 
     first: list[str] = []
@@ -203,11 +200,8 @@ def tokenize_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, skips_empty: bool = False
 ) -> list[Mapping[str, Any]]:
     """Tokenises some rows, such as a mini-batch from a stream; rows with `input_ids` are unchanged. With `skips_empty`
-    a null or empty row has no tokens.
-
-    Raises:
-        DataError: a row has none of the accepted columns, rows differ in them, or labels cannot be exact.
-    """
+    a null or empty row has no tokens. Raises `DataError`: a row has none of the accepted columns, rows differ in them,
+    or labels cannot be exact."""
     if not rows or all("input_ids" in row for row in rows):
         return list(rows)
     names = list(rows[0])
@@ -223,11 +217,8 @@ def tokenize_rows(
 
 
 def say_once(format_: Format, tokenizer: Any) -> None:
-    """Warns, once and on rank 0, if rows are read in an unexpected way.
-
-    Raises:
-        DataError: the rows need a chat template, and the tokenizer has none.
-    """
+    """Warns, once and on rank 0, if rows are read in an unexpected way. Raises `DataError`: the rows need a chat
+    template, and the tokenizer has none."""
     key = repr((format_.columns, format_.unused, getattr(tokenizer, "chat_template", None), tokenizer.eos_token_id))
     if os.environ.get("RANK", "0") != "0" or key in _shown:  # a stream comes here in each mini-batch
         return
@@ -259,11 +250,7 @@ def _say(line: str) -> None:
 
 
 def check_masks(names: Collection[str]) -> None:
-    """Checks that no loss mask would be ignored.
-
-    Raises:
-        DataError: there is a mask and no `labels`.
-    """
+    """Checks that no loss mask would be ignored. Raises `DataError`: there is a mask and no `labels`."""
     masks = sorted(set(_MASKS) & set(names))
     if masks and not set(LABEL_COLUMNS) & set(names):
         raise DataError(
@@ -274,13 +261,11 @@ def check_masks(names: Collection[str]) -> None:
 
 
 def refuse_guessed(dataset: Any) -> None:
-    """Checks that `datasets` has not converted a csv's text cells: 007 would be 7, and True may have been true.
+    """Checks that `datasets` has not converted a csv's text cells: 007 would be 7, and True may have been true. Raises
+    `DataError`: naming the columns.
 
     Args:
         dataset: A `datasets.Dataset`, or a stream.
-
-    Raises:
-        DataError: naming the columns.
     """
     if getattr(getattr(dataset, "info", None), "builder_name", None) != "csv":
         return

@@ -15,58 +15,38 @@ from hf_hotspa.reporting.svg import Series, short
 
 @dataclass(frozen=True)
 class StrategyPair:
-    """One strategy in both runs.
-
-    Args:
-        a: Its totals in run A; None if it did not run.
-        b: The same for run B.
-        speed_up: Tokens per second of computation, B over A. For a strategy of one run only, the other run's single
-            strategy is compared, if it has only one. None if nothing can be compared.
-    """
+    """One strategy in both runs."""
 
     strategy: str
-    a: StrategyTotals | None
-    b: StrategyTotals | None
+    a: StrategyTotals | None  # its totals in run A; None if it did not run
+    b: StrategyTotals | None  # the same for run B
+    # tokens per second of computation, B over A. For a strategy of one run only, the other run's single strategy is
+    # compared, if it has only one. None if nothing can be compared.
     speed_up: float | None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of run A and run B.
+    """The comparison of run A and run B."""
 
-    Args:
-        steps: Steps that both trained.
-        loss_differences: B - A, for each step.
-        largest_relative: The largest `|B - A| / |A|`.
-        same_tokens: Whether both trained equally many tokens in each step; else losses are of different data.
-        not_alike: What differs of `model`, `data`, `mini-batches`; the speeds then cannot be compared.
-        same_rates: Whether the learning rates were equal in each step.
-        settings: Other differences, by name: A's value, B's value.
-        speed_up: Median over steps of A's seconds over B's: above 1 B is faster. Without the first step, which warms
-            up, if there are others. None if `not_alike` is not empty.
-        strategies: One for each strategy of either run.
-    """
-
-    steps: tuple[int, ...]
-    loss_differences: tuple[float, ...]
-    largest_relative: float
+    steps: tuple[int, ...]  # steps that both trained
+    loss_differences: tuple[float, ...]  # B - A, for each step
+    largest_relative: float  # the largest `|B - A| / |A|`
     largest_step: int
-    same_tokens: bool
-    not_alike: tuple[str, ...]
-    same_rates: bool
-    settings: dict[str, tuple[str, str]]
+    same_tokens: bool  # whether both trained equally many tokens in each step; else losses are of different data
+    not_alike: tuple[str, ...]  # what differs of `model`, `data`, `mini-batches`; the speeds then cannot be compared
+    same_rates: bool  # whether the learning rates were equal in each step
+    settings: dict[str, tuple[str, str]]  # other differences, by name: A's value, B's value
+    # median over steps of A's seconds over B's: above 1 B is faster. Without the first step, which warms up, if there
+    # are others. None if `not_alike` is not empty.
     speed_up: float | None
     a_seconds: tuple[float, ...]
     b_seconds: tuple[float, ...]
-    strategies: tuple[StrategyPair, ...]
+    strategies: tuple[StrategyPair, ...]  # one for each strategy of either run
 
 
 def compare(a: RunLog, b: RunLog) -> Comparison:
-    """Compares two runs step by step.
-
-    Raises:
-        RunLogError: no step was trained by both.
-    """
+    """Compares two runs step by step. Raises `RunLogError`: no step was trained by both."""
     in_a, in_b = ({record.step: record for record in run.steps} for run in (a, b))
     steps = sorted(in_a.keys() & in_b.keys())
     if not steps:

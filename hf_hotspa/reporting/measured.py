@@ -36,21 +36,13 @@ def _shown(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Rival:
-    """A single strategy compared with switching, on the same mini-batches.
+    """A single strategy compared with switching, on the same mini-batches."""
 
-    Args:
-        name: From `known_as`.
-        count: Mini-batches.
-        alone: Its mean seconds, rounded as shown.
-        switching: The mean seconds of switching, rounded as shown.
-        margin: Half of the ratio's 95% interval; infinite for one mini-batch.
-    """
-
-    name: str
-    count: int
-    alone: float
-    switching: float
-    margin: float
+    name: str  # from `known_as`
+    count: int  # mini-batches
+    alone: float  # its mean seconds, rounded as shown
+    switching: float  # the mean seconds of switching, rounded as shown
+    margin: float  # half of the ratio's 95% interval; infinite for one mini-batch
 
     @property
     def ratio(self) -> float:

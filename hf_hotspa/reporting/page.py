@@ -31,23 +31,15 @@ _MOST_STRIPS = 32
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure.
+    """One figure."""
 
-    Args:
-        name: For links and tests, such as `loss`.
-        points: Number of values shown.
-        body: HTML.
-        legend: (colour class, text) pairs.
-        wide: Whether it fills a row of the page.
-    """
-
-    name: str
+    name: str  # for links and tests, such as `loss`
     title: str
-    points: int
-    body: str
+    points: int  # number of values shown
+    body: str  # HTML
     note: str = ""
-    legend: tuple[tuple[str, str], ...] = ()
-    wide: bool = False
+    legend: tuple[tuple[str, str], ...] = ()  # (colour class, text) pairs
+    wide: bool = False  # whether it fills a row of the page
 
     def html(self) -> str:
         legend = "".join(f'<span><i class="key {style}"></i>{escape(text)}</span>' for style, text in self.legend)
@@ -409,19 +401,13 @@ def asset(name: str) -> str:
 def document(
     title: str,
     subtitle: str,
-    sentences: Sequence[str],
-    tiles: Sequence[tuple[str, str]],
+    sentences: Sequence[str],  # the answer first, then its basis
+    tiles: Sequence[tuple[str, str]],  # (number, description) pairs
     panels: Sequence[Panel],
     footer: str,
-    facts: Mapping[str, str] | None = None,
+    facts: Mapping[str, str] | None = None,  # the texts under the title, by name
 ) -> str:
-    """Returns a complete page.
-
-    Args:
-        sentences: The answer first, then its basis.
-        tiles: (number, description) pairs.
-        facts: The texts under the title, by name.
-    """
+    """Returns a complete page."""
     tile_html = "".join(f'<div class="tile"><b>{escape(n)}</b><span>{escape(what)}</span></div>' for n, what in tiles)
     return "\n".join(
         [

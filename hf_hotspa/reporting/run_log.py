@@ -271,11 +271,8 @@ def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def find_run_log(path: str | os.PathLike[str]) -> Path:
-    """Finds the record in a file, its folder, or the output directory above.
-
-    Raises:
-        RunLogError: there is no record.
-    """
+    """Finds the record in a file, its folder, or the output directory above. Raises `RunLogError`: there is no
+    record."""
     given = Path(path)
     for candidate in (given, given / FILE_NAME, given / FOLDER_NAME / FILE_NAME):
         if candidate.is_file():

@@ -25,17 +25,11 @@ _MOST_POINTS = 160
 
 @dataclass(frozen=True)
 class Series:
-    """A named row of numbers.
+    """A named row of numbers."""
 
-    Args:
-        name: For the legend and tips.
-        style: The CSS class of its colour.
-        values: One for each x, or None.
-    """
-
-    name: str
-    style: str
-    values: Sequence[float | None]
+    name: str  # for the legend and tips
+    style: str  # the CSS class of its colour
+    values: Sequence[float | None]  # one for each x, or None
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,7 @@ Tokens = tuple[list[int], list[bool]]  # ids, and whether each is learned
 
 
 class Template:
-    """The chat template of a tokenizer.
-
-    Raises:
-        DataError: it has none.
-    """
+    """The chat template of a tokenizer. Raises `DataError`: it has none."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -77,11 +73,7 @@ class Template:
 
 
 class Layout:
-    """One conversation as text.
-
-    Raises:
-        DataError: the row has tools, and the template does not write them.
-    """
+    """One conversation as text. Raises `DataError`: the row has tools, and the template does not write them."""
 
     def __init__(self, template: Template, chat: Chat, row: int) -> None:
         source = template.source_for(chat.tools) if chat.tools else template.source
@@ -326,18 +318,11 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class ChatTemplate(Template):
-    """The chat template of a tokenizer; converts conversations to tokens.
-
-    Raises:
-        DataError: it has none.
-    """
+    """The chat template of a tokenizer; converts conversations to tokens. Raises `DataError`: it has none."""
 
     def tokens(self, chats: Sequence[Chat], rows: Sequence[int]) -> list[Tokens]:
-        """Returns the tokens of conversations; `rows` are their numbers, for messages.
-
-        Raises:
-            DataError: the template fails on a conversation, leaves something out, or does not show the answers.
-        """
+        """Returns the tokens of conversations; `rows` are their numbers, for messages. Raises `DataError`: the template
+        fails on a conversation, leaves something out, or does not show the answers."""
         tokens: list[Tokens] = []
         texts: dict[int, tuple[str, list[tuple[int, int]]]] = {}
         for at, (chat, row) in enumerate(zip(chats, rows, strict=True)):

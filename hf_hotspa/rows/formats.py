@@ -74,19 +74,15 @@ class Strings:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation.
+    """A conversation."""
 
-    Args:
-        messages: With `role` and `content`, optionally `tool_calls`, `reasoning_content` and others; no value is None.
-        trained: The assistant's turns that are learned, as indices into `messages`.
-        options: Further variables of the chat template, such as `enable_thinking`.
-        plain: Replaces the conversation if a tokenizer has no chat template; None if a template is required.
-    """
-
+    # with `role` and `content`, optionally `tool_calls`, `reasoning_content` and others; no value is None
     messages: Messages
-    trained: tuple[int, ...]
+    trained: tuple[int, ...]  # the assistant's turns that are learned, as indices into `messages`
     tools: list[Any] = field(default_factory=list)
+    # further variables of the chat template, such as `enable_thinking`
     options: dict[str, Any] = field(default_factory=dict)
+    # replaces the conversation if a tokenizer has no chat template; None if a template is required
     plain: Strings | None = None
 
 
@@ -95,21 +91,13 @@ Reading = str | Strings | Chat
 
 @dataclass(frozen=True)
 class Format:
-    """How rows with certain columns are read.
+    """How rows with certain columns are read."""
 
-    Args:
-        columns: The columns that are read, if a row has them.
-        kind: `chat`, `completion` (after a prompt), `answer` (to a question; strings), or `text`.
-        read: A row and its number -> its contents. Raises `DataError`.
-        required: The columns that every row needs; the last one holds what is learned.
-        unused: Other supported columns, which are ignored.
-    """
-
-    columns: tuple[str, ...]
-    kind: str
-    read: Callable[[Mapping[str, Any], int], Reading]
-    required: tuple[str, ...]
-    unused: tuple[str, ...] = ()
+    columns: tuple[str, ...]  # the columns that are read, if a row has them
+    kind: str  # `chat`, `completion` (after a prompt), `answer` (to a question; strings), or `text`
+    read: Callable[[Mapping[str, Any], int], Reading]  # a row and its number -> its contents. Raises `DataError`.
+    required: tuple[str, ...]  # the columns that every row needs; the last one holds what is learned
+    unused: tuple[str, ...] = ()  # other supported columns, which are ignored
 
     @property
     def masked(self) -> bool:
@@ -126,10 +114,7 @@ class Format:
 
 def format_of(names: Sequence[str]) -> Format:
     """Returns how rows with these columns are read; of several formats, the one with the most information on roles.
-
-    Raises:
-        DataError: no format matches, or the question and the answer are ambiguous.
-    """
+    Raises `DataError`: no format matches, or the question and the answer are ambiguous."""
     chat = _one_of(_CHATS, names)
     extras = tuple(name for name in (*_SYSTEMS, "tools", "chat_template_kwargs") if name in names)
     format_: Format | None = None
@@ -263,13 +248,10 @@ def _rendering(row: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def read_messages(value: Any, key: str, number: int) -> Messages:
-    """Returns the messages of a conversation, with `role` and `content`.
+    """Returns the messages of a conversation, with `role` and `content`. Raises `DataError`: it is not a conversation.
 
     Args:
         value: A list of mappings with `role` (or `author.role`) and `content`, or `from` and `value`; or its JSON text.
-
-    Raises:
-        DataError: it is not a conversation.
     """
     where = f"dataset row {number}, column {key!r}"
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -350,11 +332,8 @@ def _calls(content: str, where: str) -> list[dict[str, Any]]:
 
 
 def _learned(messages: Messages, first: int, where: str) -> tuple[int, ...]:
-    """The learned turns of the assistant, from message `first` on. Removes the flags from the messages.
-
-    Raises:
-        DataError: a key may say what is learned, and cannot be honoured; names it.
-    """
+    """The learned turns of the assistant, from message `first` on. Removes the flags from the messages. Raises
+    `DataError`: a key may say what is learned, and cannot be honoured; names it."""
     turns = []
     for at, message in enumerate(messages):
         flags = {name: message.pop(name) for name in _FLAGS if name in message}
@@ -387,11 +366,8 @@ def _learned(messages: Messages, first: int, where: str) -> tuple[int, ...]:
 
 
 def _refuse_other_flags(keys: Mapping[str, Any], what: str, where: str) -> None:
-    """Checks that no key of a message, or of a part of one, seems to say what is learned. A text does not.
-
-    Raises:
-        DataError: naming the key.
-    """
+    """Checks that no key of a message, or of a part of one, seems to say what is learned. A text does not. Raises
+    `DataError`: naming the key."""
     for name, value in keys.items():
         flag = value if not isinstance(value, str) else value.strip().lower() in _YES_OR_NO or None
         if flag is not None and _COUNTS.intersection(word.lower() for word in _WORD.findall(str(name))):
@@ -423,11 +399,8 @@ def _without_none(value: Any) -> Any:
 
 
 def text_of(value: Any, key: str, number: int) -> str:
-    """Returns the text of a column; for an integer its digits, which are exact.
-
-    Raises:
-        DataError: it holds another type: the original text of a decimal number, a boolean or a null is unknown.
-    """
+    """Returns the text of a column; for an integer its digits, which are exact. Raises `DataError`: it holds another
+    type: the original text of a decimal number, a boolean or a null is unknown."""
     if isinstance(value, str):
         return value
     if not isinstance(value, bool) and isinstance(value, Integral):

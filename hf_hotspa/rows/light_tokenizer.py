@@ -21,14 +21,11 @@ _NAMED = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
 
 class LightTokenizer:
     """The tokenizer of a folder. As in transformers, `tokenizer.json` decides on special tokens at both ends of a text.
+    Raises `OSError`: there is no `tokenizer.json`. Raises `Exception`: from `tokenizers`, if the file is damaged.
 
     Args:
         folder: Holds `tokenizer.json`; `tokenizer_config.json`, `chat_template.jinja` and
             `additional_chat_templates/*.jinja` are optional.
-
-    Raises:
-        OSError: there is no `tokenizer.json`.
-        Exception: from `tokenizers`, if the file is damaged.
     """
 
     is_fast = True
@@ -90,11 +87,7 @@ class LightTokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def get_chat_template(self, tools: Any = None) -> str:
-        """Returns the source of the template for these tools.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Returns the source of the template for these tools. Raises `ValueError`: there is none."""
         if isinstance(self.chat_template, str):
             return self.chat_template
         templates = self.chat_template or {}

@@ -25,11 +25,8 @@ from hf_hotspa.rows.formats import SKIPPED
 
 
 def number_columns(example: Any, row: int, names: Sequence[str], length: int) -> dict[str, NDArray[Any]]:
-    """Returns other columns of a row as int64 or float64: [length], a number for each token, or [], one number.
-
-    Raises:
-        DataError: a column is missing, is not numeric, or does not have one number for each token.
-    """
+    """Returns other columns of a row as int64 or float64: [length], a number for each token, or [], one number. Raises
+    `DataError`: a column is missing, is not numeric, or does not have one number for each token."""
     columns = {}
     for name in names:
         where = f"dataset row {row}, column {name!r}"
@@ -115,35 +112,25 @@ DEFAULT_RULES = RowRules()
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The tokens of one row, without padding.
+    """The tokens of one row, without padding."""
 
-    Args:
-        ids: [length] int64.
-        labels: [length] int64, not shifted; None if every token counts.
-        cuts: Where documents after the first one begin; each is a separate sequence.
-        first: Padding before the first token.
-        width: Tokens and padding of the row in the data set.
-        columns: Columns of `RowRules.columns`: int64 or float64, [length] or, with one number, [].
-        targets: [length] int64, in place of `labels`: already shifted, the target of each token; -100: uncounted.
-    """
-
-    ids: NDArray[np.int64]
-    labels: NDArray[np.int64] | None
-    cuts: NDArray[np.int64]
-    first: int
-    width: int
+    ids: NDArray[np.int64]  # [length] int64
+    labels: NDArray[np.int64] | None  # [length] int64, not shifted; None if every token counts
+    cuts: NDArray[np.int64]  # where documents after the first one begin; each is a separate sequence
+    first: int  # padding before the first token
+    width: int  # tokens and padding of the row in the data set
+    # columns of `RowRules.columns`: int64 or float64, [length] or, with one number, []
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # [length] int64, in place of `labels`: already shifted, the target of each token; -100: uncounted
     targets: NDArray[np.int64] | None = None
 
 
 def integer_array(value: Any, key: str, row: int, num_tokens: int | None = None) -> NDArray[np.int64]:
-    """Converts a column of a row, a list, array or tensor of integers, to [length] int64.
+    """Converts a column of a row, a list, array or tensor of integers, to [length] int64. Raises `DataError`: it is not
+    a flat sequence of integers, or its length differs; names key and row.
 
     Args:
         num_tokens: The required length; None for any.
-
-    Raises:
-        DataError: it is not a flat sequence of integers, or its length differs; names key and row.
     """
     where = f"dataset row {row}, column {key!r}"
     fix = f"{key} must be a flat list, array or tensor of integers"
@@ -235,11 +222,8 @@ def _check_borders(num_tokens: int, width: int, borders: tuple[int, ...], row: i
 
 
 def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:
-    """Checks that no column that the model would receive is left unread.
-
-    Raises:
-        UnsupportedError: naming the columns.
-    """
+    """Checks that no column that the model would receive is left unread. Raises `UnsupportedError`: naming the
+    columns."""
     present = sorted(rules.unsupported.intersection(names))
     if present:
         raise UnsupportedError(
@@ -250,14 +234,12 @@ def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:
 
 
 def check_left_padding(rules: RowRules, lengths: NDArray[np.int64]) -> None:
-    """Checks that a collator's padding on the left does not shift positions.
+    """Checks that a collator's padding on the left does not shift positions. Raises `UnsupportedError`: the model has
+    absolute positions.
 
     Args:
         rules: The rules; without `pads_left` everything passes.
         lengths: Tokens of the rows. Rows of equal length are not padded.
-
-    Raises:
-        UnsupportedError: the model has absolute positions.
     """
     lengths = lengths[lengths > 0]
     if rules.pads_left and rules.absolute_positions and len(lengths) and lengths.min() != lengths.max():

@@ -49,12 +49,9 @@ def is_plain_arrow(dataset: Any) -> bool:
 
 
 def scan_arrow(dataset: Any, rules: RowRules, disable_progress: bool) -> SequenceTable:
-    """Makes the table of a `datasets.Dataset` by columns, a thousand rows at a time.
-
-    Raises:
-        DataError: there is no column `input_ids`, or a row is not as `features.py` describes.
-        UnsupportedError: the stock Trainer would train a row in a way that packing cannot reproduce.
-    """
+    """Makes the table of a `datasets.Dataset` by columns, a thousand rows at a time. Raises `DataError`: there is no
+    column `input_ids`, or a row is not as `features.py` describes. Raises `UnsupportedError`: the stock Trainer would
+    train a row in a way that packing cannot reproduce."""
     names = dataset.format["columns"]
     if "input_ids" not in names:
         raise DataError(

@@ -85,24 +85,15 @@ class LazyLogits(Tensor):
 class Call:
     """A call of this rank, and what all ranks know of it.
 
-    Args:
-        documents: This rank's, in the order of `mine`.
-        facts: Each rank's `facts_of` of its batch.
-        of_step: The documents of its step, or the call's own without gradients.
-        version: Of the weights at the call.
-
     Attributes:
         shape: B and L.
         device: Of the caller's tensors.
-        shift: Columns that a number of each token lacks: 1, or 0 for labels that are already shifted.
-        ranges: The numbers of each rank's documents.
         everything: The documents of all ranks.
         denominators: Each rank's divisor of its sum of cross entropies.
         labels: Each rank's number of targets that count.
         places: The row and the columns of this rank's documents.
         mask: bool [B, L], the tokens whose target counts.
         temperature: The divisor of logits in `numbers`.
-        numbers: The results for this rank's documents.
         fields: Their numbers of each token: 0 for sums alone, -1 for nothing.
         with_aux, with_logits: Whether `numbers` has these; the same on all ranks.
         assumed: The seeds if trained at once: a factor of the loss, or [B, L] of log-probabilities; else None.
@@ -125,20 +116,21 @@ class Call:
     def __init__(
         self,
         batch: Batch,
-        documents: Sequence[Document],
-        facts: Sequence[NDArray[np.int64]],
-        of_step: Documents,
+        documents: Sequence[Document],  # this rank's, in the order of `mine`
+        facts: Sequence[NDArray[np.int64]],  # each rank's `facts_of` of its batch
+        of_step: Documents,  # the documents of its step, or the call's own without gradients
         rank: int,
-        version: int,
+        version: int,  # of the weights at the call
         training: bool,
     ) -> None:
         ids = batch["input_ids"]
         assert ids is not None
+        # shift: columns that a number of each token lacks: 1, or 0 for labels that are already shifted
         self.shape, self.device, self.shift = (ids.shape[0], ids.shape[1]), ids.device, 1
         if batch.get("shift_labels") is not None:
             self.shift = 0
         self.documents, self.of_step, self.version, self.training = documents, of_step, version, training
-        self.ranges = of_step.add(facts, documents, rank)
+        self.ranges = of_step.add(facts, documents, rank)  # the numbers of each rank's documents
         self.mine, self.everything = self.ranges[rank], range(self.ranges[0].start, self.ranges[-1].stop)
         self.denominators, self.labels = list[float](), list[int]()
         for of_rank, numbers in zip(facts, self.ranges, strict=True):
@@ -148,7 +140,7 @@ class Call:
         for document in documents:
             self.places.append((document.row, slice(document.begin, document.begin + len(document.ids))))
             self.mask[self.places[-1]] = torch.from_numpy(document.targets != IGNORED_LABEL)
-        self.numbers = Numbers()
+        self.numbers = Numbers()  # the results for this rank's documents
 
     def lay_out(self, of_documents: Sequence[Tensor], dtype: torch.dtype, rest: Sequence[int] = ()) -> Tensor:
         """Lays out numbers [length, *rest] of each document as [B, L, *rest], 0 at padding."""
@@ -258,20 +250,13 @@ class Call:
 
 @dataclass
 class Assumed:
-    """The assumed gradients of a caller's loss by its log-probabilities, up to a factor common to all ranks.
+    """The assumed gradients of a caller's loss by its log-probabilities, up to a factor common to all ranks."""
 
-    Args:
-        by_loss: The factor of the model's own loss; 0 for another loss.
-        by_token: The gradient by every log-probability, or with `by_mean` by its mean over a rank's batch.
-        by_probability: Whether each token's probability multiplies it, as in dynamic fine-tuning (dft).
-        given: [B, L - shift], by the caller.
-    """
-
-    by_loss: float = 0.0
-    by_token: float = 0.0
+    by_loss: float = 0.0  # the factor of the model's own loss; 0 for another loss
+    by_token: float = 0.0  # the gradient by every log-probability, or with `by_mean` by its mean over a rank's batch
     by_mean: bool = False
-    by_probability: bool = False
-    given: Tensor | None = None
+    by_probability: bool = False  # whether each token's probability multiplies it, as in dynamic fine-tuning (dft)
+    given: Tensor | None = None  # [B, L - shift], by the caller
 
     def scaled(self, factor: float) -> "Assumed":
         """Scales it to the real gradients of the last step."""
@@ -371,11 +356,7 @@ class CallGradients:
         return {"expected": self.expected, "world": world, "looks": looks} | linear
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`.
-
-        Raises:
-            HotspaConfigError: it is damaged.
-        """
+        """The inverse of `state_dict`. Raises `HotspaConfigError`: it is damaged."""
         with reading_state("what gradients will be", "the first step may be trained twice"):
             expected = float(state["expected"])
             # a Trainer multiplies by the number of ranks, which may have changed
@@ -531,34 +512,21 @@ class CallGradients:
 
 @dataclass(eq=False)
 class Request:
-    """What a caller requests for a batch.
-
-    Args:
-        num_items: The divisor of the sum of cross entropies; None for this rank's labels.
-        fields: How many of the first `parallel.scores.FIELDS` to compute; 0 for a loss alone, or nothing.
-        wants_loss: Whether to compute the cross entropy.
-        aux: Whether to compute the auxiliary loss.
-        kept: The number of last logit columns, or an index of columns; 0: all.
-        expected: [B, L - 1] or [B, L], the expected gradients by the log-probabilities, or multiples.
-        trains: Whether gradients will come.
-        given_items: `num_items` as given.
-        function: The model object's custom loss function; None for the loss of causal language models.
-        changes: Earlier changes of the model object, as text.
-    """
+    """What a caller requests for a batch."""
 
     batch: Batch
-    num_items: float | None
-    fields: int
-    wants_loss: bool
-    aux: bool
-    kept: Any
-    expected: Tensor | None
-    trains: bool
+    num_items: float | None  # the divisor of the sum of cross entropies; None for this rank's labels
+    fields: int  # how many of the first `parallel.scores.FIELDS` to compute; 0 for a loss alone, or nothing
+    wants_loss: bool  # whether to compute the cross entropy
+    aux: bool  # whether to compute the auxiliary loss
+    kept: Any  # the number of last logit columns, or an index of columns; 0: all
+    expected: Tensor | None  # [B, L - 1] or [B, L], the expected gradients by the log-probabilities, or multiples
+    trains: bool  # whether gradients will come
     training: bool
     adapters: bool
-    given_items: Any
-    function: Any
-    changes: str = ""
+    given_items: Any  # `num_items` as given
+    function: Any  # the model object's custom loss function; None for the loss of causal language models
+    changes: str = ""  # earlier changes of the model object, as text
 
     @property
     def targets(self) -> dict[str, Any]:
@@ -609,28 +577,18 @@ def unreadable(
 
 @dataclass(eq=False)
 class Window:
-    """Announced batches of one step, read and exchanged together.
-
-    Args:
-        num_items: Their losses' divisor; None for each one's own labels.
-        step: The number of the step.
-        documents: This rank's, of each batch.
-        facts: Each rank's `facts_of` of each batch.
-        of_step: The documents of all ranks, planned as if these batches were the complete step; None after an error.
-        error: This rank's error.
-        sent_bytes: Bytes of rows that this rank has sent.
-        ready: Done when the rest is set; has the exception if this failed.
-    """
+    """Announced batches of one step, read and exchanged together."""
 
     batches: Sequence[Batch]
-    num_items: float | None
-    step: int
-    documents: list[list[Document]] = field(default_factory=list)
-    facts: list[list[NDArray[np.int64]]] = field(default_factory=list)
+    num_items: float | None  # their losses' divisor; None for each one's own labels
+    step: int  # the number of the step
+    documents: list[list[Document]] = field(default_factory=list)  # this rank's, of each batch
+    facts: list[list[NDArray[np.int64]]] = field(default_factory=list)  # each rank's `facts_of` of each batch
+    # the documents of all ranks, planned as if these batches were the complete step; None after an error
     of_step: Documents | None = None
-    error: HotspaError | None = None
-    sent_bytes: int = 0
-    ready: Future[None] = field(default_factory=Future)
+    error: HotspaError | None = None  # this rank's error
+    sent_bytes: int = 0  # bytes of rows that this rank has sent
+    ready: Future[None] = field(default_factory=Future)  # done when the rest is set; has the exception if this failed
 
     def is_next(self, index: int, request: Request) -> bool:
         """Whether the request is its batch `index`, with the same denominator."""
@@ -650,12 +608,6 @@ class Window:
 class Announcements:
     """Exchanges and plans announced batches in a thread, over a group with no other use.
 
-    Args:
-        exchange: Over this group.
-        read: Reads the documents of a batch.
-        plan: Plans some documents of a step over this group.
-        columns: What a token loss reads beside tokens.
-
     Attributes:
         windows: The coming steps; the first one may not be ready.
         number: How many steps this rank has announced; 0 if announcing is no longer possible.
@@ -663,10 +615,11 @@ class Announcements:
 
     def __init__(
         self,
-        exchange: Exchange,
-        read: Callable[[Batch], list[Document]],
+        exchange: Exchange,  # over this group
+        read: Callable[[Batch], list[Document]],  # reads the documents of a batch
+        # plans some documents of a step over this group
         plan: Callable[[Documents, Iterable[int], int, Exchange], Any],
-        columns: tuple[str, ...] = (),
+        columns: tuple[str, ...] = (),  # what a token loss reads beside tokens
     ) -> None:
         self._exchange, self._read, self._plan = exchange, read, plan
         self._columns = (*ROW_COLUMNS, *FLAT_COLUMNS, *columns)
@@ -676,11 +629,8 @@ class Announcements:
         self._is_broken = False
 
     def add(self, batches: Sequence[Mapping[str, Any]], num_items: float | None, step: int) -> None:
-        """Adds the batches of a coming step. Collective.
-
-        Raises:
-            PlanMismatchError: not all ranks have announced an earlier step.
-        """
+        """Adds the batches of a coming step. Collective. Raises `PlanMismatchError`: not all ranks have announced an
+        earlier step."""
         if self._is_broken:
             raise PlanMismatchError(
                 "a step is announced after one that not all ranks had announced",
@@ -743,13 +693,6 @@ class Announcements:
 class Meeting:
     """Where all ranks meet before a joint action: if theirs differ, all raise, and none waits for another.
 
-    Args:
-        place: Names the present step, for messages.
-        was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
-        drop: Drops the calls that were not flushed: on all ranks, before they raise, or if one has cleared its
-            gradients.
-        announcements: Given up if the ranks' numbers differ.
-
     Attributes:
         sizes: Each rank's last `size`.
         of_model: Names the model in messages, after the action.
@@ -758,16 +701,19 @@ class Meeting:
     def __init__(
         self,
         agreement: Agreement,
-        place: Callable[[], str],
+        place: Callable[[], str],  # names the present step, for messages
+        # whether this rank's caller has cleared gradients that others may still count on
         was_cleared: Callable[[], bool],
+        # drops the calls that were not flushed: on all ranks, before they raise, or if one has cleared its gradients
         drop: Callable[[], None],
-        announcements: Announcements,
+        announcements: Announcements,  # given up if the ranks' numbers differ
     ) -> None:
         self._agreement, self._place, self._was_cleared, self._drop = agreement, place, was_cleared, drop
         self._announcements, self.sizes, self.of_model = announcements, list[int](), ""
 
     def __call__(self, what: object, error: HotspaError | None = None, flag: bool = False, size: int = 0) -> list[bool]:
-        """Returns when all ranks are about to do the same. Collective.
+        """Returns when all ranks are about to do the same. Collective. Raises `HotspaError`: on every rank: the first
+        rank's error, or that they are about to do different things.
 
         Args:
             what: What this rank is about to do; ranks compare its text.
@@ -777,9 +723,6 @@ class Meeting:
 
         Returns:
             The flag of each rank.
-
-        Raises:
-            HotspaError: on every rank: the first rank's error, or that they are about to do different things.
         """
         is_cleared = self._was_cleared()
         if self._agreement.group is None:  # one rank

@@ -55,13 +55,11 @@ def only_requires_grad(hook: Any) -> bool:
 
 
 def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Reads the arguments of TRL's `add_fused_lm_head` from the closure of the forward.
+    """Reads the arguments of TRL's `add_fused_lm_head` from the closure of the forward. Raises `UnsupportedError`: an
+    argument is not supported.
 
     Args:
         dtype: What the engine computes in.
-
-    Raises:
-        UnsupportedError: an argument is not supported.
     """
     forward = vars(model).get("forward")
     function = getattr(forward, "__func__", None)
@@ -76,11 +74,8 @@ def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def refuse_other_forward(model: nn.Module) -> None:
-    """Rejects a forward on the object that is neither TRL's, accelerate's nor ours.
-
-    Raises:
-        UnsupportedError: it would be lost.
-    """
+    """Rejects a forward on the object that is neither TRL's, accelerate's nor ours. Raises `UnsupportedError`: it would
+    be lost."""
     forward = vars(model).get("forward")
     function = getattr(forward, "__func__", forward)
     library = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
@@ -181,9 +176,6 @@ class AdapterLayers:
     """How the LoRA layers of a model object act; the LoRA layers of the replicas do the same.
 
     A callback may change factors (`set_scale`, `scale_layer`, the dict `scaling`): calls use them from the next step.
-
-    Attributes:
-        exist: Whether there are any.
     """
 
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
@@ -192,7 +184,7 @@ class AdapterLayers:
         self._layers: dict[str, Any] = {
             path: bare.get_submodule(path) for path in (adapters.scalings if adapters else ())
         }
-        self.exist = bool(self._layers)
+        self.exist = bool(self._layers)  # whether there are any
         every = (named for part in engine.part_models for named in part.named_modules()) if adapters else ()
         self._replicas: list[tuple[str, Any]] = [(path, layer) for path, layer in every if path in self._layers]
         self._scalings = self._now()
@@ -273,11 +265,8 @@ def before_steps(switched: Any) -> RemovableHandle:
 
 
 def refuse_losses(options: EngineOptions) -> None:
-    """Rejects engine options that have no effect if the caller computes the loss.
-
-    Raises:
-        UnsupportedError: naming the option.
-    """
+    """Rejects engine options that have no effect if the caller computes the loss. Raises `UnsupportedError`: naming the
+    option."""
     losses = {"loss": isinstance(options.loss, SequenceLoss), "label_smoothing": options.label_smoothing}
     for name, value in losses.items():
         if value:
@@ -312,7 +301,6 @@ class ObjectChanges:
     Attributes:
         frozen: The trained parameters that the caller has frozen since, by the engine's names.
         all_frozen: Whether the last inspection saw no parameter that is trained.
-        digest: Of the object's weights while they are current; None while they are old.
     """
 
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
@@ -325,7 +313,7 @@ class ObjectChanges:
         self._facts = module_facts(self._bare, self._is_of_text)
         self._buffers = {name: buffer.clone() for name, buffer in self._bare.named_buffers()}
         self.frozen, self.all_frozen = frozenset[str](), False
-        self.digest: str | None = None
+        self.digest: str | None = None  # of the object's weights while they are current; None while they are old
         self._changed = dict[str, Tensor](), self.frozen, False
 
     def _named(self) -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[nn.Parameter, bool]]]:

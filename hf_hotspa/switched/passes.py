@@ -59,15 +59,13 @@ class Document(Row):
 def read_batch(
     batch: Mapping[str, Tensor | None], vocab_size: int, longest: int, rank: int, rules: RowRules = DEFAULT_RULES
 ) -> list[Document]:
-    """Reads the documents of a batch, which may have no rows.
+    """Reads the documents of a batch, which may have no rows. Raises `HotspaError`: a row that the plain model would
+    train differently, or that no bucket takes.
 
     Args:
         batch: Any of `ROW_COLUMNS` [B, L] and `FLAT_COLUMNS`. `position_ids` may be [1, L].
         longest: Tokens of the longest bucket.
         rules: How the model treats padding, and which columns [B] or [B, L] a token loss reads.
-
-    Raises:
-        HotspaError: a row that the plain model would train differently, or that no bucket takes.
     """
     columns, flat = dict[str, NDArray[Any]](), dict[str, NDArray[Any]]()
     for name, value in batch.items():
@@ -276,13 +274,11 @@ class Exchange:
 
     Args:
         agreement: Over a group of all ranks without other use at the same time.
-
-    Attributes:
-        sent: Bytes that this rank has sent in this step, by report field.
     """
 
     def __init__(self, agreement: Agreement, world_size: int) -> None:
         self.agreement, self.rank, self.world_size = agreement, agreement.rank, world_size
+        # bytes that this rank has sent in this step, by report field
         self.sent = {"rows_bytes": 0, "numbers_bytes": 0, "seeds_bytes": 0}
 
     def facts(self, values: Sequence[int], sizes: Sequence[int] | None = None) -> list[NDArray[np.int64]]:
@@ -327,26 +323,17 @@ class Exchange:
 
 @dataclass
 class Seeds:
-    """The seeds of a training pass; each is None if unused.
+    """The seeds of a training pass; each is None if unused."""
 
-    Args:
-        weights: fp64 [D], the seed of every log-probability of a document; the same on every rank.
-        by_probability: Whether `weights` are multiplied by the probability of each token.
-        tokens: Of this rank's documents [length, 1 or 2], by log-probability, and by entropy.
-        columns: How many columns of `tokens` have numbers, on this rank or on all; 0 for none.
-        logits: Of this rank's documents [length, V]; removed when sent.
-        of_logits: The documents of all ranks with seeds by logits.
-        auxiliary: fp64 [D, seeds], of an `AuxiliaryLoss`; the same on every rank.
-        own: The divisor of the engine's token loss, and its gradient's factor; None for another loss.
-    """
-
-    weights: Tensor | None = None
-    by_probability: bool = False
+    weights: Tensor | None = None  # fp64 [D], the seed of every log-probability of a document; the same on every rank
+    by_probability: bool = False  # whether `weights` are multiplied by the probability of each token
+    # of this rank's documents [length, 1 or 2], by log-probability, and by entropy
     tokens: Mapping[int, Tensor] = field(default_factory=dict)
-    columns: int = 0
-    logits: dict[int, Tensor] = field(default_factory=dict)
-    of_logits: frozenset[int] = frozenset()
-    auxiliary: Tensor | None = None
+    columns: int = 0  # how many columns of `tokens` have numbers, on this rank or on all; 0 for none
+    logits: dict[int, Tensor] = field(default_factory=dict)  # of this rank's documents [length, V]; removed when sent
+    of_logits: frozenset[int] = frozenset()  # the documents of all ranks with seeds by logits
+    auxiliary: Tensor | None = None  # fp64 [D, seeds], of an `AuxiliaryLoss`; the same on every rank
+    # the divisor of the engine's token loss, and its gradient's factor; None for another loss
     own: tuple[float, float] | None = None
 
 
@@ -378,16 +365,6 @@ class Passes:
     Args:
         columns: What the engine's token loss reads beside tokens.
         drop: Called on all ranks if a pass fails.
-
-    Attributes:
-        counts: Passes so far: `scoring` and `training`.
-        trained: The plan and the report of each training pass of the step.
-        report: Of all these passes; None before any.
-        auxiliary: Of a replica, if it has such a loss.
-        choose: Maps a step and the lengths of its documents to their buckets and the speeds by which packs are divided
-            over replicas; the same on all ranks. Also called in a thread. None: the engine's buckets and equal speeds.
-        facts: Returns what must be equal on all ranks in training, by name.
-        evaluated: The buckets in eval mode without gradients.
     """
 
     def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...], drop: Callable[[], None]) -> None:
@@ -402,13 +379,18 @@ class Passes:
             quadratic_cost=shape.quadratic_cost,
             rules=RowRules(columns=columns),
         )
-        self.counts = {"scoring": 0, "training": 0}
+        self.counts = {"scoring": 0, "training": 0}  # passes so far: `scoring` and `training`
+        # the plan and the report of each training pass of the step
         self.trained = list[tuple[MiniBatchPlan, StepReport]]()
-        self.report: StepReport | None = None
+        self.report: StepReport | None = None  # of all these passes; None before any
+        # maps a step and the lengths of its documents to their buckets and the speeds by which packs are divided over
+        # replicas; the same on all ranks. Also called in a thread. None: the engine's buckets and equal speeds.
         self.choose: Callable[[int, Sequence[int]], Chosen] | None = None
+        # returns what must be equal on all ranks in training, by name
         self.facts: Callable[[], Mapping[str, str]] = dict
-        self.evaluated = engine.buckets
+        self.evaluated = engine.buckets  # the buckets in eval mode without gradients
         engine.attach(lambda replica: TapedReplica(replica, self.taping))
+        # of a replica, if it has such a loss
         self.auxiliary: AuxiliaryLoss | None = next(iter(engine.phases.values())).replica.auxiliary
         self._scored: tuple[Any, Evaluation] | None = None
         self._here, self._coming = dict[int, Tensor](), dict[int, int]()
@@ -427,16 +409,11 @@ class Passes:
         self,
         documents: Documents,
         numbers: Iterable[int],
-        step: int,
-        exchange: Exchange | None = None,
+        step: int,  # mini-batches before this one in the run
+        exchange: Exchange | None = None,  # over another group, for a coming step beside the running one
         evaluates: bool = False,
     ) -> tuple[MiniBatchPlan, MiniBatch]:
-        """Plans some documents once; returns the plan and this rank's part. Collective.
-
-        Args:
-            step: Mini-batches before this one in the run.
-            exchange: Over another group, for a coming step beside the running one.
-        """
+        """Plans some documents once; returns the plan and this rank's part. Collective."""
         some = tuple(numbers)
         if (some, evaluates) not in documents.planned:
             buckets, speeds = self.evaluated if evaluates else self.engine.buckets, None
@@ -453,26 +430,17 @@ class Passes:
         documents: Documents,
         numbers: Sequence[int],
         *,
-        step: int,
+        step: int,  # mini-batches before this one in the run
         training: bool,
-        temperature: float = 1.0,
-        fields: int = 1,
+        temperature: float = 1.0,  # the divisor of logits
+        fields: int = 1,  # how many of the first `parallel.scores.FIELDS` to compute
         with_logits: bool = False,
         with_aux: bool = False,
-        store: MasterStore | None = None,
-        of_step: bool = True,
-        own: bool = False,
+        store: MasterStore | None = None,  # weights to use instead of the engine's
+        of_step: bool = True,  # whether the documents will be trained in this step: then graphs are kept
+        own: bool = False,  # whether to compute the engine's token loss
     ) -> Numbers:
-        """Runs a forward of some documents. Collective.
-
-        Args:
-            step: Mini-batches before this one in the run.
-            temperature: The divisor of logits.
-            fields: How many of the first `parallel.scores.FIELDS` to compute.
-            store: Weights to use instead of the engine's.
-            of_step: Whether the documents will be trained in this step: then graphs are kept.
-            own: Whether to compute the engine's token loss.
-        """
+        """Runs a forward of some documents. Collective."""
         evaluates, keeps = (
             not (of_step or training or store is not None),
             of_step and store is None and not with_aux,
@@ -503,21 +471,14 @@ class Passes:
         numbers: Sequence[int],
         seeds: Seeds,
         *,
-        step: int,
-        add: bool,
+        step: int,  # mini-batches before this one in the run
+        add: bool,  # whether to add to the existing gradients
         training: bool = True,
         temperature: float = 1.0,
-        fields: int = 0,
-        sums: bool = False,
+        fields: int = 0,  # how many numbers of each token to compute
+        sums: bool = False,  # whether to return each document's sum of log-probabilities instead
     ) -> Numbers:
-        """Trains some documents with the objective of the seeds; otherwise as `score`. Collective.
-
-        Args:
-            step: Mini-batches before this one in the run.
-            add: Whether to add to the existing gradients.
-            fields: How many numbers of each token to compute.
-            sums: Whether to return each document's sum of log-probabilities instead.
-        """
+        """Trains some documents with the objective of the seeds; otherwise as `score`. Collective."""
         device, sends = self.engine.device, list[Any]()
         try:
             plan, mini_batch = self.planned(documents, numbers, step)

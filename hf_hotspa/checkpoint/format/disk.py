@@ -55,11 +55,8 @@ class TensorRecord:
 
 
 def check_name(name: str, where: str) -> str:
-    """Returns a relative path if all its parts are harmless (letters, digits, `.`, `_`, `-`).
-
-    Raises:
-        DamagedCheckpointError: it could lead out of the checkpoint.
-    """
+    """Returns a relative path if all its parts are harmless (letters, digits, `.`, `_`, `-`). Raises
+    `DamagedCheckpointError`: it could lead out of the checkpoint."""
     parts = name.split("/")
     if not all(_NAME.fullmatch(part) and part.strip(".") for part in parts) or len(parts) > 4:
         raise DamagedCheckpointError(f"the file name {name[:200]!r} is not allowed", where=where)
@@ -68,11 +65,8 @@ def check_name(name: str, where: str) -> str:
 
 @contextlib.contextmanager
 def open_inside(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Opens a file below a checkpoint for reading; no part of the path may be a link.
-
-    Raises:
-        DamagedCheckpointError: it is missing, unreadable, not a regular file, or its name is not allowed.
-    """
+    """Opens a file below a checkpoint for reading; no part of the path may be a link. Raises `DamagedCheckpointError`:
+    it is missing, unreadable, not a regular file, or its name is not allowed."""
     check_name(name, str(folder))
     path = folder / name
     try:
@@ -91,11 +85,8 @@ def open_inside(folder: Path, name: str) -> Iterator[BinaryIO]:
 
 
 def read_text(folder: Path, name: str, limit: int = MAX_JSON_BYTES) -> str:
-    """Returns the text of a file of a checkpoint.
-
-    Raises:
-        DamagedCheckpointError: it cannot be read, is larger than `limit` bytes, or is not UTF-8.
-    """
+    """Returns the text of a file of a checkpoint. Raises `DamagedCheckpointError`: it cannot be read, is larger than
+    `limit` bytes, or is not UTF-8."""
     with open_inside(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -108,11 +99,7 @@ def read_text(folder: Path, name: str, limit: int = MAX_JSON_BYTES) -> str:
 
 
 def parse_object(text: str, name: str, where: str) -> dict[str, Any]:
-    """Parses a JSON object.
-
-    Raises:
-        DamagedCheckpointError: the text is something else.
-    """
+    """Parses a JSON object. Raises `DamagedCheckpointError`: the text is something else."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -96,11 +96,8 @@ class RunFolder:
     def lock(self) -> None:
         """Takes the run lock and removes what dead runs left. Does nothing if this process holds it already.
 
-        The lock ends with the process, however it dies, so there are no stale locks.
-
-        Raises:
-            CheckpointLockError: another run holds it.
-            CheckpointError: the directory is not writable.
+        The lock ends with the process, however it dies, so there are no stale locks. Raises `CheckpointLockError`:
+        another run holds it. Raises `CheckpointError`: the directory is not writable.
         """
         if self.is_locked:
             return
@@ -142,12 +139,8 @@ class RunFolder:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
-        """Makes a directory in which the checkpoint of a step is written, with an empty `hotspa/` in it.
-
-        Raises:
-            CheckpointError: it cannot be made.
-            CheckpointLockError: another run writes here.
-        """
+        """Makes a directory in which the checkpoint of a step is written, with an empty `hotspa/` in it. Raises
+        `CheckpointError`: it cannot be made. Raises `CheckpointLockError`: another run writes here."""
         self.lock()
         path = self.path / f".tmp-{checkpoint_name(step)}-{self.run}"
         try:
@@ -161,13 +154,11 @@ class RunFolder:
         return path
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Writes the manifest and renames the directory, which commits the checkpoint.
+        """Writes the manifest and renames the directory, which commits the checkpoint. Raises `CheckpointError`:
+        something failed; the caller abandons the directory.
 
         Args:
             temporary: From `begin`; holds every file of the manifest, synced.
-
-        Raises:
-            CheckpointError: something failed; the caller abandons the directory.
         """
         target = self.path / checkpoint_name(manifest.step)
         try:

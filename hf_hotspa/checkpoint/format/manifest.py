@@ -71,11 +71,8 @@ class SavedSegment:
 
 
 def stored_as(text: str) -> tuple[str, int]:
-    """Parses the dtype of a parameter's state, and how many elements one value stands for.
-
-    Raises:
-        ValueError: the text is invalid.
-    """
+    """Parses the dtype of a parameter's state, and how many elements one value stands for. Raises `ValueError`: the
+    text is invalid."""
     dtype, slash, each = text.partition("/")
     number = int(each) if slash else 1
     if dtype not in DTYPES or number < 1 or MASTER_ALIGNMENT % number:
@@ -90,29 +87,19 @@ def num_values(low: int, high: int, each: int) -> int:
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """One parameter.
-
-    Args:
-        shape: Its Hugging Face shape.
-        shard_dim: The dim that is outermost in storage; None for the natural order.
-        offset: Where it starts in the vector.
-        trainable: False for a frozen one, which has no optimizer state.
-        model_dtype: Its dtype in the Hugging Face model.
-        tied_names: Further names of it.
-        exported_name: The one of its names under which transformers saves it.
-        states: Name -> stored dtype: `weight`, and the optimizer's states. One value for each element; with a number,
-            one for each so many, counted from the first (`float32/256`: the scales of 8-bit states).
-    """
+    """One parameter."""
 
     name: str
-    shape: tuple[int, ...]
-    shard_dim: int | None
+    shape: tuple[int, ...]  # its Hugging Face shape
+    shard_dim: int | None  # the dim that is outermost in storage; None for the natural order
     segment: int
-    offset: int
-    trainable: bool
-    model_dtype: str
-    tied_names: tuple[str, ...]
-    exported_name: str
+    offset: int  # where it starts in the vector
+    trainable: bool  # False for a frozen one, which has no optimizer state
+    model_dtype: str  # its dtype in the Hugging Face model
+    tied_names: tuple[str, ...]  # further names of it
+    exported_name: str  # the one of its names under which transformers saves it
+    # name -> stored dtype: `weight`, and the optimizer's states. One value for each element; with a number, one for
+    # each so many, counted from the first (`float32/256`: the scales of 8-bit states).
     states: dict[str, str]
 
     @property
@@ -128,28 +115,18 @@ def format_of(parameters: Iterable[SavedParameter]) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents.
+    """A checkpoint's table of contents."""
 
-    Args:
-        step: Optimizer steps made.
-        world_size: Ranks that wrote it.
-        strategies: As the user writes them.
-        resumable: False if only the model was saved.
-        versions: Of hf_hotspa, torch and transformers.
-        files: Every file but the manifest.
-        schema_version: The format, 1 to 3; `format_of`.
-    """
-
-    step: int
-    world_size: int
-    strategies: str
-    resumable: bool
+    step: int  # optimizer steps made
+    world_size: int  # ranks that wrote it
+    strategies: str  # as the user writes them
+    resumable: bool  # False if only the model was saved
     run: str
-    versions: dict[str, str]
-    files: Annotated[tuple[FileRecord, ...], _AT_MOST]
+    versions: dict[str, str]  # of hf_hotspa, torch and transformers
+    files: Annotated[tuple[FileRecord, ...], _AT_MOST]  # every file but the manifest
     segments: Annotated[tuple[SavedSegment, ...], _AT_MOST]
     parameters: Annotated[tuple[SavedParameter, ...], _AT_MOST]
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = SCHEMA_VERSION  # the format, 1 to 3; `format_of`
 
     @property
     def num_bytes(self) -> int:
@@ -215,11 +192,8 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str, where: str) -> "Manifest":
-        """The inverse of `text`.
-
-        Raises:
-            DamagedCheckpointError: the text is not an output of `text`, or is impossible.
-        """
+        """The inverse of `text`. Raises `DamagedCheckpointError`: the text is not an output of `text`, or is
+        impossible."""
         data = parse_object(text, MANIFEST, where)
         if data.get("kind") != KIND:
             raise DamagedCheckpointError(f"{MANIFEST} is not a {KIND}", where=where)
@@ -354,11 +328,8 @@ def _problem_of_sizes(manifest: Manifest) -> str | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint; does not look at the other files.
-
-    Raises:
-        DamagedCheckpointError: it is missing, or was changed.
-    """
+    """Reads the manifest of a checkpoint; does not look at the other files. Raises `DamagedCheckpointError`: it is
+    missing, or was changed."""
     if not os.path.lexists(folder / MANIFEST):
         raise _no_checkpoint(folder)
     return Manifest.parse(read_text(folder, MANIFEST, _MAX_MANIFEST_BYTES), str(folder))
@@ -378,20 +349,14 @@ def _no_checkpoint(folder: Path) -> DamagedCheckpointError:
 def verify_files(
     folder: Path,
     manifest: Manifest,
-    part: int = 0,
+    part: int = 0,  # compare only every `parts`-th file, from this one on: the ranks share the work
     parts: int = 1,
+    # called after all other files have passed, with the error of a changed file of model weights, if the ranks' shares
+    # hold the weights, too. Returns if the file holds the same weights.
     rewritten: Callable[[DamagedCheckpointError], None] | None = None,
 ) -> None:
-    """Compares sizes and hashes of the files with the manifest.
-
-    Args:
-        part: Compare only every `parts`-th file, from this one on: the ranks share the work.
-        rewritten: Called after all other files have passed, with the error of a changed file of model weights, if the
-            ranks' shares hold the weights, too. Returns if the file holds the same weights.
-
-    Raises:
-        DamagedCheckpointError: naming the file that differs.
-    """
+    """Compares sizes and hashes of the files with the manifest. Raises `DamagedCheckpointError`: naming the file that
+    differs."""
     failure = None
     for record in manifest.files[part::parts]:
         try:
@@ -416,11 +381,8 @@ def _verify_file(folder: Path, record: FileRecord) -> None:
 
 
 def verify(folder: Path) -> Manifest:
-    """Reads a complete checkpoint and compares it with its manifest.
-
-    Raises:
-        DamagedCheckpointError: naming the file that is missing or differs.
-    """
+    """Reads a complete checkpoint and compares it with its manifest. Raises `DamagedCheckpointError`: naming the file
+    that is missing or differs."""
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
     return manifest

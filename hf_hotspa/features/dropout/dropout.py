@@ -163,14 +163,12 @@ class DropoutMasks:
 
     Attributes:
         step: The number of the mini-batch.
-        pack: The current pack, with its token keys.
-        attentions: Of each attention module that may drop probabilities, its name and this rank's first head in the whole
-            model.
     """
 
     def __init__(self, seed: int, tensor: TensorGroup | None, sequence_parallel: bool) -> None:
         self._seed, self.step = seed, 0
-        self.pack: PackedSequences | None = None
+        self.pack: PackedSequences | None = None  # the current pack, with its token keys
+        # of each attention module that may drop probabilities, its name and this rank's first head in the whole model
         self.attentions: dict[nn.Module, tuple[str, int]] = {}
         self._sharers, self._place = 1, 0
         if tensor is not None and sequence_parallel:
@@ -252,11 +250,8 @@ class KeyedDropout(nn.Module):
         self._feature_keys: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drops elements of [..., T, F], and scales the others by 1 / (1 - p).
-
-        Raises:
-            ModelError: the input is not tokens by features, or not as many as expected.
-        """
+        """Drops elements of [..., T, F], and scales the others by 1 / (1 - p). Raises `ModelError`: the input is not
+        tokens by features, or not as many as expected."""
         if not self.training:
             return x
         tokens = self._masks.keys_of(x.shape[-2]) if x.dim() in (2, 3) and x.shape[:-2].numel() == 1 else None
@@ -283,18 +278,14 @@ class KeyedDropout(nn.Module):
 def use_keyed_dropout(
     model: nn.Module,
     masks: DropoutMasks,
+    # the parameters by their names in the model; A of a LoRA layer gives the layer's features
     specs: Mapping[str, ParameterSpec],
+    # this rank's part of a parameter along its cut dim (`layout.shares.shard_rows`)
     rows: Callable[[ParameterSpec], Sequence[tuple[int, int]]],
-    hidden_size: int,
+    hidden_size: int,  # the width of dropout's input between layers
     tensor: TensorGroup | None,
 ) -> bool:
-    """Replaces the dropout modules of a replica; returns whether there are any.
-
-    Args:
-        specs: The parameters by their names in the model; A of a LoRA layer gives the layer's features.
-        rows: This rank's part of a parameter along its cut dim (`layout.shares.shard_rows`).
-        hidden_size: The width of dropout's input between layers.
-    """
+    """Replaces the dropout modules of a replica; returns whether there are any."""
     dropouts = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
     for name, module in dropouts:
         features, width = None, hidden_size if tensor is not None else None
@@ -360,15 +351,12 @@ def refuse_dropout(
 ) -> None:
     """Raises an error if a config's dropout or jitter would draw from torch's generator in a replica.
 
-    Supported are `nn.Dropout` between the layers, and dropout of attention probabilities in layers whose attention uses the
-    interface of transformers and runs packed.
+    Supported are `nn.Dropout` between the layers, and dropout of attention probabilities in layers whose attention uses
+    the interface of transformers and runs packed. Raises `UnsupportedError`: naming the setting of the config.
 
     Args:
         model: The model, with or without adapters.
         of_attention: Whether the config's dropout of attention probabilities stays on.
-
-    Raises:
-        UnsupportedError: naming the setting of the config.
     """
     text = model.config.get_text_config()
     modules = unwrapped_modules(model).values()
@@ -417,16 +405,12 @@ class EmbeddingNoise:
 
     Args:
         alpha: `neftune_noise_alpha`.
-
-    Attributes:
-        step: The number of the mini-batch.
-        micro_batch: The pack that is embedded next.
     """
 
     def __init__(self, alpha: float, seed: int) -> None:
         self._alpha, self._seed = alpha, seed
-        self.step = 0
-        self.micro_batch: MicroBatch | None = None
+        self.step = 0  # the number of the mini-batch
+        self.micro_batch: MicroBatch | None = None  # the pack that is embedded next
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -467,11 +451,8 @@ class EmbeddingNoise:
 
 
 def recompute_layers(model: PreTrainedModel, recompute: Callable[..., Any], every: int) -> None:
-    """Makes every `every`-th layer keep only its input, and recompute the rest in the backward pass.
-
-    Raises:
-        ModelError: the family does not support it.
-    """
+    """Makes every `every`-th layer keep only its input, and recompute the rest in the backward pass. Raises
+    `ModelError`: the family does not support it."""
     if not model.supports_gradient_checkpointing:
         raise ModelError(
             f"{type(model).__name__} cannot recompute its layers",

@@ -50,23 +50,15 @@ _SLIDING = {"sliding_attention", "hybrid_sliding"}
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How one decoder layer treats the sequences of a pack.
+    """How one decoder layer treats the sequences of a pack."""
 
-    Args:
-        num_attentions: How many of its modules attend through the interface of transformers.
-        alone: Whether it runs one sequence at a time, with the family's own attention (eager) and a mask.
-        window: Tokens that the mask lets a position see, itself included; all before it when None.
-        chunk: Length of the stretches that the mask separates; none when None.
-        hands_on: Whether its attention must get the pack past the layer, which drops unknown arguments (StableLM).
-        is_linear: Whether it is linear attention that runs whole packs (`mix_packed`).
-    """
-
-    num_attentions: int
-    alone: bool = False
-    window: int | None = None
-    chunk: int | None = None
+    num_attentions: int  # how many of its modules attend through the interface of transformers
+    alone: bool = False  # whether it runs one sequence at a time, with the family's own attention (eager) and a mask
+    window: int | None = None  # tokens that the mask lets a position see, itself included; all before it when None
+    chunk: int | None = None  # length of the stretches that the mask separates; none when None
+    # whether its attention must get the pack past the layer, which drops unknown arguments (StableLM)
     hands_on: bool = False
-    is_linear: bool = False
+    is_linear: bool = False  # whether it is linear attention that runs whole packs (`mix_packed`)
 
     def mask(self, length: int, like: Tensor) -> Tensor:
         """[1, 1, length, length] in the dtype of `like`: 0 where a position may look, else the smallest number."""
@@ -536,21 +528,13 @@ def _to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The places of sequences' tokens in chunks; the first chunks of all sequences come first.
+    """The places of sequences' tokens in chunks; the first chunks of all sequences come first."""
 
-    Args:
-        places: int64 [T].
-        counts: Chunks of each step of the scan, one for each sequence that is long enough, longest first.
-        size: Tokens of a chunk.
-        first: The place of the first sequence in each step.
-        last: The last step with a chunk of the first sequence.
-    """
-
-    places: Tensor
-    counts: tuple[int, ...]
-    size: int
-    first: int
-    last: int
+    places: Tensor  # int64 [T]
+    counts: tuple[int, ...]  # chunks of each step of the scan, one for each sequence that is long enough, longest first
+    size: int  # tokens of a chunk
+    first: int  # the place of the first sequence in each step
+    last: int  # the last step with a chunk of the first sequence
 
 
 def _cheapest_size(lengths: Sequence[int], key: int, value: int) -> int:
@@ -584,31 +568,20 @@ def _chunked(x: Tensor, heads: tuple[int, int], chunks: _Chunks) -> Tensor:
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    lengths: Sequence[int],
-    state: Tensor | None = None,
-    continues: bool = False,
-    normalizes: bool = True,
+    query: Tensor,  # [1, T, G, K], scaled here by K ** -0.5
+    key: Tensor,  # [1, T, G, K]
+    value: Tensor,  # [1, T, H, V]; H is a multiple of G
+    decay: Tensor,  # [1, T, H], logarithms, at most 0
+    beta: Tensor,  # [1, T, H]
+    lengths: Sequence[int],  # tokens of each sequence
+    state: Tensor | None = None,  # [H, K, V] of the first sequence before its first token; 0 when None
+    continues: bool = False,  # whether to return the state of the first sequence behind its last token
+    normalizes: bool = True,  # whether to divide queries and keys by their norms first
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule within each sequence of a row: `S = exp(decay) S`, `S = S + beta k (v - k S)`, `out = q S`.
 
     Within chunks it computes all tokens of the row at once, by the WY representation; over chunks it steps through the next
     chunk of every sequence (Yang et al., 2024, section 3.3). In fp32, or the inputs' dtype if wider.
-
-    Args:
-        query: [1, T, G, K], scaled here by K ** -0.5.
-        key: [1, T, G, K].
-        value: [1, T, H, V]; H is a multiple of G.
-        decay: [1, T, H], logarithms, at most 0.
-        beta: [1, T, H].
-        lengths: Tokens of each sequence.
-        state: [H, K, V] of the first sequence before its first token; 0 when None.
-        continues: Whether to return the state of the first sequence behind its last token.
-        normalizes: Whether to divide queries and keys by their norms first.
 
     Returns:
         [1, T, H, V] in the dtype of the queries, and the state [H, K, V] or None.

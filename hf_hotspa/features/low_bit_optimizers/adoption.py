@@ -55,11 +55,7 @@ def library_of(kind: type) -> str | None:
 
 
 def check_installed(library: str, optim: str) -> None:
-    """Raises if an optimizer's library is missing or untested.
-
-    Raises:
-        HotspaConfigError: with the command that installs it.
-    """
+    """Raises `HotspaConfigError`, with the command that installs it, if an optimizer's library is missing or untested."""
     installed = version_of(library)
     if installed is None or installed not in SpecifierSet(RELEASES[library], prereleases=True):
         raise HotspaConfigError(
@@ -71,11 +67,7 @@ def check_installed(library: str, optim: str) -> None:
 
 
 def check_low_bit(optimizer: Optimizer) -> None:
-    """Raises for an optimizer of these libraries that would depend on the layout, or is untested.
-
-    Raises:
-        UnsupportedError: naming the reason.
-    """
+    """Raises `UnsupportedError` for an optimizer of these libraries that would depend on the layout, or is untested."""
     library, kind, attributes = library_of(type(optimizer)), type(optimizer), vars(optimizer)
     check_installed(str(library), kind.__name__)
     name = f"the optimizer {kind.__name__} of {library}"
@@ -164,13 +156,11 @@ def overrides_of(optimizer: Any) -> dict[int, dict[str, Any]]:
 
 
 def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None) -> None:
-    """Makes an optimizer of these libraries decide by complete parameters; it has shares of the master store.
+    """Makes an optimizer of these libraries decide by complete parameters; it has shares of the master store. Raises
+    `UnsupportedError`: the optimizer cannot be honoured; it is unchanged.
 
     Args:
         overrides: Id of a share -> its parameter's overrides in `GlobalOptimManager`.
-
-    Raises:
-        UnsupportedError: the optimizer cannot be honoured; it is unchanged.
     """
     check_low_bit(optimizer)
     if not _is_ours(type(optimizer)):
@@ -300,11 +290,8 @@ def loaded_states(optimizer: Any, share: Tensor, stored: Mapping[str, Tensor]) -
 
 
 def cut_state(optimizer: Any, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
-    """Cuts an optimizer's state of a complete parameter to a share, unless it is already cut.
-
-    Raises:
-        UnsupportedError: the master store has the weight transposed, so its blocks have other elements.
-    """
+    """Cuts an optimizer's state of a complete parameter to a share, unless it is already cut. Raises
+    `UnsupportedError`: the master store has the weight transposed, so its blocks have other elements."""
     spec, start, stop, *_ = share
     lead = (2,) if vars(optimizer).get("optimizer_name") == "ademamix" else ()
     cut = dict(state)

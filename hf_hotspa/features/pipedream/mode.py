@@ -29,17 +29,10 @@ PIPELINE_MODES = (SYNCHRONOUS, PIPEDREAM)
 
 @dataclass(frozen=True)
 class PipeDream(Options):
-    """How stages update in this mode.
+    """How stages update in this mode. Raises `HotspaConfigError`: the norm is not a positive number."""
 
-    Args:
-        vertical_sync: Whether all stages use, for each pack, the weight version of the first stage.
-        max_norm: The 2-norm to which each stage by itself clips the gradient of each update; None for no clipping.
-
-    Raises:
-        HotspaConfigError: the norm is not a positive number.
-    """
-
-    vertical_sync: bool = False
+    vertical_sync: bool = False  # whether all stages use, for each pack, the weight version of the first stage
+    # the 2-norm to which each stage by itself clips the gradient of each update; None for no clipping
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -116,14 +109,12 @@ _NAMED, _BACK = f"hotspa_pipeline_mode={PIPEDREAM}", f"or hotspa_pipeline_mode={
 
 
 def check_strategies(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedule: str = "auto") -> Strategy:
-    """Returns the strategy of a pool, if its stages can update by themselves.
+    """Returns the strategy of a pool, if its stages can update by themselves. Raises `StrategyError`: several
+    strategies, no pipeline, or an incompatible option. Raises `UnsupportedError`: a weight on two stages, or another
+    schedule.
 
     Args:
         tied: The weights that embedding and head share.
-
-    Raises:
-        StrategyError: several strategies, no pipeline, or an incompatible option.
-        UnsupportedError: a weight on two stages, or another schedule.
     """
     strategy = buckets[0].strategy
     if len(buckets) > 1:

@@ -35,15 +35,13 @@ def partition(
         T(i -> j, m) = max(sum of layers i..j, sum of their syncs) / m
         A(j, m) = min of T(1 -> j, m) and min over i, m' of max(A(i, m - m'), 2 C_i, T(i + 1 -> j, m'))
 
-    Uses every machine. Ties: the fewest stages, then the earliest cuts.
+    Uses every machine. Ties: the fewest stages, then the earliest cuts. Raises `HotspaConfigError`: there is no layer
+    or no machine.
 
     Args:
         layers: Seconds of each layer, T_l.
         sends: C_l, seconds of sending the hidden state after each layer; free if empty.
         syncs: `syncs[l][m - 1]`: W_l^m, seconds of summing the gradients of a layer over m replicas; free if empty.
-
-    Raises:
-        HotspaConfigError: there is no layer or no machine.
     """
     count = len(layers)
     if not count or machines < 1:
@@ -73,17 +71,11 @@ def partition(
 
 @dataclass(frozen=True)
 class UnequalReplication:
-    """What unequal replication of stages would give, beside what layouts can run.
+    """What unequal replication of stages would give, beside what layouts can run."""
 
-    Args:
-        best: The best partition of the layers on all devices, each stage with its own replication.
-        equal_seconds: Of a micro-batch, with the best single dp for all stages.
-        equal: `(p, d)` of that.
-    """
-
-    best: Partition
-    equal_seconds: float
-    equal: tuple[int, int]
+    best: Partition  # the best partition of the layers on all devices, each stage with its own replication
+    equal_seconds: float  # of a micro-batch, with the best single dp for all stages
+    equal: tuple[int, int]  # `(p, d)` of that
 
     def to_dict(self) -> dict[str, Any]:
         stages = [{"layers": [s.start, s.stop - 1], "replicas": m} for s, m in self.best.stages]

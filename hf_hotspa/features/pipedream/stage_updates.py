@@ -39,22 +39,16 @@ class StageUpdates:
         master: With each stage's part on its ranks.
         mode: Which version each pack uses, and to which norm a stage clips.
         stage: The ranks of the stage; None for this rank alone.
-
-    Attributes:
-        step: An optimizer step on this rank's shares (`optimizer.step`); set by the engine's caller.
     """
 
     def __init__(self, master: MasterStore, mode: PipeDream, stage: dist.ProcessGroup | None) -> None:
         self._master, self._stage, self.mode = master, stage, mode
+        # an optimizer step on this rank's shares (`optimizer.step`); set by the engine's caller
         self.step: Callable[[], Any] | None = None
         self._squares, self._num, self._is_finite = 0.0, 0, True
 
     def begin(self) -> None:
-        """Starts a mini-batch.
-
-        Raises:
-            HotspaConfigError: no optimizer is set.
-        """
+        """Starts a mini-batch. Raises `HotspaConfigError`: no optimizer is set."""
         if self.step is None:
             raise HotspaConfigError(
                 "stages update after every pack, and the engine has no optimizer",
@@ -158,11 +152,8 @@ class _Run(OneForwardOneBackward):
 
 
 class PipeDreamRunner(PhaseRunner):
-    """The one strategy of a run whose stages update by themselves; takes the arguments of `PhaseRunner`, and `updates`.
-
-    Attributes:
-        most_held: The most versions that this stage has held at a time.
-    """
+    """The one strategy of a run whose stages update by themselves; takes the arguments of `PhaseRunner`, and
+    `updates`."""
 
     def __init__(self, *args: Any, updates: StageUpdates, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -173,7 +164,7 @@ class PipeDreamRunner(PhaseRunner):
         self._versions: list[int] = []
         self._needed: frozenset[int] = frozenset()
         self._labels: list[int] = []
-        self.most_held = 0
+        self.most_held = 0  # the most versions that this stage has held at a time
 
     def compute(
         self,
