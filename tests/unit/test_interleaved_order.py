@@ -166,7 +166,7 @@ def test_a_schedule_of_one_stage_on_a_rank_is_refused() -> None:
         check_runs("gpipe", Strategy(pp=2, v=2))
     check_runs("1f1b", Strategy(pp=2, v=2))
     with pytest.raises(StrategyError, match="hotspa_stragglers=balance"):
-        HandOver().check_strategy(Strategy(pp=2, v=2), LLAMA_7B)
+        HandOver().check_strategy(Strategy(pp=2, v=2), LLAMA_7B, "own")
     check_runs("own", Strategy(pp=2, v=2))
 
 
