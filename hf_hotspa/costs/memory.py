@@ -1,9 +1,10 @@
 """The memory model: bytes on the fullest rank under a strategy, their breakdown, and the largest possible pack.
 
-A rank holds its share of the master store (fp32 weights and gradients) and of the optimizer state; weights and
-gradients of the active strategy, in an arena sized for the pool's largest strategy; activations of the micro-batches in
-flight on its stage; on the last stage the logits of one pack; switch buffers. `PLANNED_SHARE` leaves room for the rest
-(device context, communicators, fragmentation, kernel workspaces).
+The bytes are a sum of named terms (`terms.MemoryTerm`): `TERMS`, and what features add. A rank holds its share of the
+master store (fp32 weights and gradients) and of the optimizer state; weights and gradients of the active strategy, in
+an arena sized for the pool's largest strategy; activations of the micro-batches in flight on its stage; on the last
+stage the logits of one pack; switch buffers. `PLANNED_SHARE` leaves room for the rest (device context, communicators,
+fragmentation, kernel workspaces).
 
 With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et al., SC'21, section 2.2); with
 GPipe, all of a group. Neither keeps more tokens than `Bucket.most_tokens`. A rank with v stages (`+v2`) holds up to p +

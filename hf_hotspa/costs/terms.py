@@ -49,10 +49,11 @@ class MemoryTerm:
 
     name: str
     part: str  # the part of a `MemoryBreakdown` that they belong to
-    # called with a `memory.MemoryStage`; None if a stage has none of them. `Rate`s are added up once a stage.
+    # called with a `memory.MemoryStage`; None if a stage has none of them. `Rate`s are added up once a stage. Only
+    # activations and logits may depend on tokens; other parts depend on the number of packs at most.
     of: Callable[[Any], Bytes | None]
-    # what they exist for, if not all the time. Moments exclude each other: of each, only what exceeds the bytes of
-    # `LOSS` counts. Needs a `Rate`, except for `LOSS`.
+    # what activations exist for, if not all the time. None of the moments is at the time of the loss: of each, only
+    # what exceeds the bytes of `LOSS` counts. Needs a `Rate`, except for `LOSS`.
     moment: str = ""
 
 

@@ -2,7 +2,8 @@
 
 One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds per pack for each tensor-parallel degree, collectives
 included. Embedding and head have separate costs. The busiest replica decides. Coefficients come from measurements
-(`fit`) or data sheets (`data_sheet`).
+(`fit`) or data sheets (`data_sheet`). A stage's seconds are a sum of named terms: what its layers cost (`TERMS`, and
+terms of features), its ends and repeated passes.
 
 A pipeline is simulated operation by operation in the order of `packing.pipeline_order`: sends do not block, and a stage
 waits for its next input. The usual `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also
