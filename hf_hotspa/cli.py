@@ -338,14 +338,8 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        argv: The arguments; None for the process's.
-
-    Returns:
-        The exit code: 0; 2 when the input is wrong or does not fit; 1 when `verify` finds a damaged checkpoint.
-    """
+    """Runs the command. `argv`: the arguments; None for the process's. Returns the exit code: 0; 2 when the input is
+    wrong or does not fit; 1 when `verify` finds a damaged checkpoint."""
     words = sys.argv[1:] if argv is None else list(argv)
     if not words:
         print(OVERVIEW, end="")

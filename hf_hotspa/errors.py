@@ -76,11 +76,7 @@ class HotspaConfigError(HotspaError, ValueError):
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Checks that a value is one of the choices.
-
-    Raises:
-        HotspaConfigError: naming them.
-    """
+    """Checks that a value is one of the choices. Raises `HotspaConfigError`: naming them."""
     if value not in choices:
         raise HotspaConfigError(f"{name} is {value!r}", fix=f"use one of {', '.join(choices)}")
 

@@ -44,16 +44,10 @@ class ProcessLock:
         return self._key in _descriptors
 
     def take(self, patience_s: float = 0.0, owner: str = "") -> bool:
-        """Takes the lock, unless this process already holds it. Raises `OSError`: the file cannot be created or written
-        to.
-
-        Args:
-            patience_s: Seconds to wait for another process; a killed process's lock is free once it is reaped.
-            owner: The text that others read in the file.
-
-        Returns:
-            Whether this process holds the lock; true, with a warning, on a file system without locks.
-        """
+        """Takes the lock, unless this process already holds it. `patience_s`: seconds to wait for another process; a
+        killed process's lock is free once it is reaped. `owner`: the text that others read in the file. Returns whether
+        this process holds the lock; true, with a warning, on a file system without locks. Raises `OSError`: the file
+        cannot be created or written to."""
         if self.is_locked:
             return True
         deadline = time.monotonic() + patience_s

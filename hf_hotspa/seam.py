@@ -48,18 +48,12 @@ class StrategyOption:
     """An option of a strategy that a feature adds to the grammar (`Options.grammar`): `+name`, or `+name4`.
 
     `Strategy` parses, shows and compares it; `strategy.option(name)` is its number, 1 without numbers, 0 if it is not set.
-
-    Args:
-        name: Letters.
-        help: What it does, as a part of a sentence.
-        numbered: Whether a number follows the name.
-        unsupported_reason: Called with a strategy that has the option and a `ModelShape`: why the model cannot run it, or
-            None.
     """
 
-    name: str
-    help: str
-    numbered: bool = False
+    name: str  # letters
+    help: str  # what it does, as a part of a sentence
+    numbered: bool = False  # whether a number follows the name
+    # called with a strategy that has the option and a `ModelShape`: why the model cannot run it, or None
     unsupported_reason: Callable[[Any, Any], str | None] = lambda strategy, shape: None
 
 
@@ -76,12 +70,7 @@ class Options:
         """Checks other `EngineOptions`."""
 
     def check_plan(self, buckets: Sequence[Any], tied: Sequence[str], schedule: str) -> None:
-        """Checks strategies.
-
-        Args:
-            tied: The weights that embedding and head share.
-            schedule: The pipeline schedule.
-        """
+        """Checks strategies. `tied`: the weights that embedding and head share. `schedule`: the pipeline schedule."""
 
     def check_strategy(self, strategy: Any, shape: Any, schedule: str) -> None:
         """Checks one strategy, a `ModelShape` and the pipeline schedule; searches do not offer what it rejects."""
@@ -117,12 +106,9 @@ class Runner:
     is_alone = by_stage = False
 
     def packs(self, stage: Any, strategy: Any, pair_cost: float) -> Any:
-        """What runs packs on a stage (`parallel.pipeline.PackRunner`), or None.
-
-        Args:
-            stage: One that has all layers, or this rank's last one of a pipeline (`parallel.pipeline.Stage`).
-            pair_cost: Cost of a pair of tokens relative to a token.
-        """
+        """What runs packs on a stage (`parallel.pipeline.PackRunner`), or None. `stage`: one that has all layers, or
+        this rank's last one of a pipeline (`parallel.pipeline.Stage`). `pair_cost`: cost of a pair of tokens relative
+        to a token."""
         return None
 
     def weight_copies(self, strategy: Any, rank: int) -> int:
@@ -140,19 +126,15 @@ class Runner:
 
 @dataclass(frozen=True)
 class Flags:
-    """The arguments of a feature.
+    """The arguments of a feature."""
 
-    Args:
-        arguments: `module:Class` of a dataclass of the Trainer's flags, which `HotSPaTrainingArguments` inherits. Its
-            method `feature_settings()` returns an `Options` or None; `check_feature(buckets)`, if it has one, raises for
-            flags that do not go together (`buckets` is empty with `auto`).
-        commands: Adds arguments to the parser of a command, by its name.
-        of_command: Settings from a command's arguments, or None.
-    """
-
+    # `module:Class` of a dataclass of the Trainer's flags, which `HotSPaTrainingArguments` inherits. Its method
+    # `feature_settings()` returns an `Options` or None; `check_feature(buckets)`, if it has one, raises for flags that
+    # do not go together (`buckets` is empty with `auto`).
     arguments: str = ""
+    # adds arguments to the parser of a command, by its name
     commands: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
-    of_command: Callable[[Any], Any] = lambda args: None
+    of_command: Callable[[Any], Any] = lambda args: None  # settings from a command's arguments, or None
 
 
 def argument_classes() -> tuple[type, ...]:
@@ -175,23 +157,15 @@ def settings_of_command(args: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number that each rank counts in a phase (`Attachment.measures` returns it by name), and how reports show it.
+    """A number that each rank counts in a phase (`Attachment.measures` returns it by name), and how reports show it."""
 
-    Args:
-        counted: Its name on a rank; a column of `report.MEASURES`.
-        name: Of the field of `PhaseReport` and of records, a whole number; empty if only ranks' measures have it.
-        is_total: Whether the field adds ranks up; otherwise it is the largest one.
-        metric: `hotspa/<metric>` in logs: its mean over steps, from the first step with any on. Empty for none.
-        over: The name of a total: the metric is relative to the mean over ranks of this total instead.
-        title: Of its column among the sums of strategies in the report page; empty for none.
-    """
-
-    counted: str
+    counted: str  # its name on a rank; a column of `report.MEASURES`
+    # of the field of `PhaseReport` and of records, a whole number; empty if only ranks' measures have it
     name: str = ""
-    is_total: bool = True
-    metric: str = ""
-    over: str = ""
-    title: str = ""
+    is_total: bool = True  # whether the field adds ranks up; otherwise it is the largest one
+    metric: str = ""  # `hotspa/<metric>` in logs: its mean over steps, once a step had any; empty for none
+    over: str = ""  # the name of a total: the metric is relative to the mean over ranks of this total instead
+    title: str = ""  # of its column among the sums of strategies in the report page; empty for none
 
 
 class RunPart:
@@ -221,11 +195,7 @@ class RunPart:
         """What a resumed run needs, JSON-ready; None for nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores it.
-
-        Raises:
-            HotspaConfigError: it is damaged.
-        """
+        """Restores it. Raises `HotspaConfigError`: it is damaged."""
 
     def rank_tensors(self) -> Mapping[str, Any]:
         """This rank's tensors for a checkpoint of the same number of ranks, in host memory."""

@@ -497,9 +497,7 @@ def generates_every_step(values: Mapping[str, Any]) -> bool:
 
 def first_seeds(trainer: Any, inputs: Any) -> Tensor | None:
     """Returns the gradients of GRPO's loss by log-probabilities if the trained weights generated (every ratio is 1).
-
-    Args:
-        inputs: B rows with completions of up to C tokens after prompts of up to P.
+    `inputs`: B rows with completions of up to C tokens after prompts of up to P.
 
     Returns:
         [B, P + C - 1], up to a factor common to all ranks: -advantage over the divisor of the row's loss. None if they

@@ -28,13 +28,9 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def typed(data: Any, kind: type[T]) -> T:
-    """Converts plain data to a dataclass, or to a type built from dataclasses. Raises `ValueError`: the data do not
-    match the type; names the field, its value, and what it should hold.
-
-    Args:
-        data: The output of a JSON reader: dictionaries, lists, texts, numbers.
-        kind: The type; its dataclasses may check themselves in `__post_init__`.
-    """
+    """Converts plain data to a dataclass, or to a type built from dataclasses. `data`: the output of a JSON reader:
+    dictionaries, lists, texts, numbers. `kind`: the type; its dataclasses may check themselves in `__post_init__`.
+    Raises `ValueError`: the data do not match the type; names the field, its value, and what it should hold."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -45,13 +41,9 @@ def typed(data: Any, kind: type[T]) -> T:
 
 @contextmanager
 def reading_state(what: str, fix: str) -> Iterator[None]:
-    """Wraps the reading of a part of a checkpoint's state. Raises `HotspaConfigError`: replaces any error of a
-    malformed state.
-
-    Args:
-        what: What the state belongs to, for the message.
-        fix: What the user can do, and what follows from it.
-    """
+    """Wraps the reading of a part of a checkpoint's state. `what`: what the state belongs to, for the message. `fix`:
+    what the user can do, and what follows from it. Raises `HotspaConfigError`: replaces any error of a malformed
+    state."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AssertionError) as error:

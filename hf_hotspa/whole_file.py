@@ -26,12 +26,8 @@ def write_json(path: str | os.PathLike[str], kind: str, version: int, data: Mapp
 
 
 def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str) -> dict[str, Any]:
-    """Reads a file of `write_json`. Raises `HotspaConfigError`: no file, no JSON, another kind, or another version.
-
-    Args:
-        version: The version that this program reads.
-        remedy: How the user gets a valid file, for messages.
-    """
+    """Reads a file of `write_json`. `version`: the version that this program reads. `remedy`: how the user gets a valid
+    file, for messages. Raises `HotspaConfigError`: no file, no JSON, another kind, or another version."""
     data, where = read_object(path, kind, remedy), str(path)
     if data.get("kind") != kind:
         raise HotspaConfigError(

@@ -173,7 +173,6 @@ class Rows:
     Attributes:
         sampled: Whether longer rows may come than `tables` has found.
         evaluated: The last evaluated data set; None before.
-        sampler: Distributes the rows of an explicit `hotspa_mini_batch_size`, if set.
         order: The order of the training rows.
         parts: The parts of the training stream that ranks read by themselves.
         default_collator: The stock Trainer's choice if no data collator was given, else None.
@@ -185,6 +184,7 @@ class Rows:
         self._collators = list[RowCollator]()
         self._longest: int | None = None
         self.sampled, self.evaluated, self.default_collator, self._logged = False, None, None, set[str]()
+        # distributes the rows of an explicit `hotspa_mini_batch_size`, if set
         self.sampler: MiniBatchSampler | None = None
         self.parts, self.order = StreamParts(None, self._args), RowOrder()
 

@@ -141,10 +141,7 @@ class ModelWeights:
 
     def differing(self, files: WeightFiles, weights: Weights) -> str | None:
         """Returns the saved name of the first tensor that differs in any bit from what `write` writes, or None.
-
-        Args:
-            weights: The expected weights, including buffers, in the model's dtypes.
-        """
+        `weights`: the expected weights, including buffers, in the model's dtypes."""
         sources = {source for _, entries in self.shards for _, (_, source) in entries}
         missing = files.tensors.keys() ^ {record.name for _, entries in self.shards for record, _ in entries}
         for name, weight in weights:
@@ -241,11 +238,8 @@ def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, only: str | Non
 def write_shards(
     disk: Disk, folder: Path, shards: Shards, data: Callable[[Any], Buffer], part: int = 0, parts: int = 1
 ) -> list[FileRecord]:
-    """Writes every `parts`-th file of a model; the first part also writes the index if there are several files.
-
-    Args:
-        data: As in `tensor_file`; called once for each tensor, in order.
-    """
+    """Writes every `parts`-th file of a model; the first part also writes the index if there are several files. `data`:
+    as in `tensor_file`; called once for each tensor, in order."""
     records = []
     for name, entries in shards[part::parts]:
         inside = (folder / name).parent

@@ -91,13 +91,9 @@ class StockCheckpoint:
 
     @classmethod
     def open(cls, path: Path, adapter: str | None = None) -> "StockCheckpoint":
-        """Reads everything except the tensors. Raises `ResumeError`: a wrapper wrote it whose state cannot be mapped.
-        Raises `DamagedCheckpointError`: a file is missing, damaged, or not what its name says. Raises `HotspaError`:
-        its weights cannot be read; see `WeightFiles`.
-
-        Args:
-            adapter: The name of the run's adapter, if any.
-        """
+        """Reads everything except the tensors. `adapter`: the name of the run's adapter, if any. Raises `ResumeError`:
+        a wrapper wrote it whose state cannot be mapped. Raises `DamagedCheckpointError`: a file is missing, damaged, or
+        not what its name says. Raises `HotspaError`: its weights cannot be read; see `WeightFiles`."""
         for other, patterns in _OF_OTHERS.items():
             if any(True for pattern in patterns for _ in path.glob(pattern)):
                 raise ResumeError(
@@ -126,12 +122,8 @@ class StockCheckpoint:
         return cls(path, trainer_state, optimizer, scheduler)
 
     def restore_optimizer(self, optimizer: Optimizer, master: MasterStore) -> None:
-        """Loads this rank's share of the saved states into its optimizer. Raises `ResumeError`: it is another
-        optimizer, or has other parameters.
-
-        Args:
-            optimizer: On the master store, with groups made as with the stock Trainer.
-        """
+        """Loads this rank's share of the saved states into its optimizer. `optimizer`: on the master store, with groups
+        made as with the stock Trainer. Raises `ResumeError`: it is another optimizer, or has other parameters."""
         bare, saved_groups = bare_optimizer(optimizer), self.optimizer["param_groups"]
         groups = names_in_groups(bare, master)
         kind = self._kind(bare, saved_groups[0] if saved_groups else {})

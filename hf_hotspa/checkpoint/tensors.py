@@ -104,13 +104,9 @@ def drop_unstepped(master: MasterStore, optimizer: Optimizer, agreement: Agreeme
 
 
 def share_of(master: MasterStore, optimizer: Optimizer | None, vector: ParameterVector) -> Share:
-    """Returns this rank's share, as views of the master store and the optimizer's tensors. Raises `UnsupportedError`:
-    the optimizer has a state that belongs neither to one weight nor to one parameter.
-
-    Args:
-        optimizer: None to leave it out.
-        vector: What is saved (`saved_vector`).
-    """
+    """Returns this rank's share, as views of the master store and the optimizer's tensors. `optimizer`: None to leave
+    it out. `vector`: what is saved (`saved_vector`). Raises `UnsupportedError`: the optimizer has a state that belongs
+    neither to one weight nor to one parameter."""
     share = Share()
     bare = bare_optimizer(optimizer) if optimizer is not None else None
     for name in (spec.name for spec in vector.specs):
@@ -215,13 +211,9 @@ class ShareReader:
         self._files: dict[int, Any] = {}
 
     def read(self, parameter: SavedParameter, state: str, start: int, stop: int) -> Tensor:
-        """Reads elements `[start, stop)` of a state of a parameter, in the storage order of the checkpoint. Raises
-        `DamagedCheckpointError`: a file does not hold what the manifest says.
-
-        Returns:
-            1-D, on the CPU, in the saved dtype. If a value stands for several elements: the blocks that begin in the
-            range, which must begin with one.
-        """
+        """Reads elements `[start, stop)` of a state of a parameter, in the storage order of the checkpoint. Returns
+        1-D, on the CPU, in the saved dtype. If a value stands for several elements: the blocks that begin in the range,
+        which must begin with one. Raises `DamagedCheckpointError`: a file does not hold what the manifest says."""
         dtype, each = stored_as(parameter.states[state])
         tensor = torch.empty(num_values(start, stop, each), dtype=getattr(torch, dtype))
         name = f"{state}/{parameter.name}"
@@ -351,12 +343,8 @@ def copy_buffers(saved: Mapping[str, Tensor], models: Iterable[nn.Module]) -> No
 def load_optimizer(
     optimizer: Optimizer, master: MasterStore, states: dict[str, dict[str, Any]], saved: Mapping[str, Any], where: str
 ) -> None:
-    """Loads states into an optimizer. Raises `ResumeError`: it is another optimizer.
-
-    Args:
-        states: Parameter -> state -> this rank's share.
-        saved: From `optimizer_to_json`.
-    """
+    """Loads states into an optimizer. `states`: parameter -> state -> this rank's share. `saved`: from
+    `optimizer_to_json`. Raises `ResumeError`: it is another optimizer."""
     _check_kind(optimizer, saved, where)
     current, own = optimizer.state_dict(), kind_of(optimizer)
     groups = []

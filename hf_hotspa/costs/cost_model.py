@@ -93,18 +93,12 @@ def check_calibration(
     *,
     dtype: str,
     nodes: int,
-    devices_per_node: int,
-    strategies: Iterable[Strategy] = (),
-    base: object = None,
+    devices_per_node: int,  # processes per node
+    strategies: Iterable[Strategy] = (),  # strategies that it must cover
+    base: object = None,  # the frozen base of the run (or the name of its form), if any. Its rank is not compared.
 ) -> None:
     """Checks that a calibration applies to a case. Does not compare machine and versions; these are the user's choice.
-    Raises `HotspaConfigError`: naming all differences.
-
-    Args:
-        devices_per_node: Processes per node.
-        strategies: Strategies that it must cover.
-        base: The frozen base of the run (or the name of its form), if any. Its rank is not compared.
-    """
+    Raises `HotspaConfigError`: naming all differences."""
     key, facts = calibration.key, calibration.model
     none = next((forms.none for forms in packed_forms()), "none")
     pairs = [

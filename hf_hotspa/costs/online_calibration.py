@@ -122,15 +122,9 @@ class OnlineCalibration:
         self._last: dict[Strategy, list[_Pair]] = {}
 
     def observe(self, predicted: Sequence[PhaseSeconds], measured: Sequence[PhaseSeconds]) -> Refit | None:
-        """Adds the phases of one mini-batch, and refits the factors if the error is too large.
-
-        Args:
-            predicted: Predictions of the uncorrected model.
-            measured: Measurements in the same order, equal on all ranks.
-
-        Returns:
-            The correction, already applied to `factors`; None if none was needed.
-        """
+        """Adds the phases of one mini-batch, and refits the factors if the error is too large. `predicted`: predictions
+        of the uncorrected model. `measured`: measurements in the same order, equal on all ranks. Returns the
+        correction, already applied to `factors`; None if none was needed."""
         mini_batch = list(zip(predicted, measured, strict=True))
         self._window = [*self._window, mini_batch][-WINDOW:]
         for pair in mini_batch:

@@ -31,8 +31,8 @@ def estimate(
     sizes: ModelSizes,
     cluster: Cluster,
     *,
-    efficiency: float = EFFICIENCY,
-    fixed_s: float = 0.0,
+    efficiency: float = EFFICIENCY,  # measured speed relative to the port model
+    fixed_s: float = 0.0,  # fixed seconds of a load and a return
 ) -> dict[Strategy, float]:
     """Estimates the load and return seconds of each strategy from the size of the model.
 
@@ -41,10 +41,6 @@ def estimate(
     gradients is the reverse flow, with a node's replicas summed before the NIC. Within about a factor of two of the
     plans. `+z2` returns nothing and `+z3` also loads nothing, as units move during the phase (`Streams`). Raises
     `HotspaConfigError`: the efficiency is not between 0 and 1.
-
-    Args:
-        efficiency: Measured speed relative to the port model.
-        fixed_s: Fixed seconds of a load and a return.
     """
     if not 0 < efficiency <= 1:
         raise HotspaConfigError(f"an efficiency of {efficiency} is impossible", fix="use a share between 0 and 1")

@@ -712,11 +712,8 @@ def with_masks(example: Any, row: int) -> Any:
 
 
 def without_padded_from(batch: Any) -> Any:
-    """Removes labels of first tokens after padding on the left, which only padding would predict.
-
-    Args:
-        batch: Tensors [B, L]; other values, and batches without such labels, are returned unchanged.
-    """
+    """Removes labels of first tokens after padding on the left, which only padding would predict. `batch`: tensors [B,
+    L]; other values, and batches without such labels, are returned unchanged."""
     if not isinstance(batch, Mapping) or batch.get("shift_labels") is not None:
         return batch
     labels, mask = batch.get("labels"), batch.get("attention_mask")

@@ -261,12 +261,8 @@ def check_masks(names: Collection[str]) -> None:
 
 
 def refuse_guessed(dataset: Any) -> None:
-    """Checks that `datasets` has not converted a csv's text cells: 007 would be 7, and True may have been true. Raises
-    `DataError`: naming the columns.
-
-    Args:
-        dataset: A `datasets.Dataset`, or a stream.
-    """
+    """Checks that `datasets` has not converted a csv's text cells: 007 would be 7, and True may have been true.
+    `dataset`: a `datasets.Dataset`, or a stream. Raises `DataError`: naming the columns."""
     if getattr(getattr(dataset, "info", None), "builder_name", None) != "csv":
         return
     features = dataset.features

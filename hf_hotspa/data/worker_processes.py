@@ -86,12 +86,9 @@ _KINDS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerW
 
 
 def worker_context(num_workers: int, chosen: str | BaseContext | None) -> BaseContext | None:
-    """Returns the `multiprocessing_context` of a loader. Raises `HotspaConfigError`: there is no such start method.
-
-    Args:
-        num_workers: The loader's workers; with 0 no context is needed.
-        chosen: The name of a start method, a context, or None for the system's default.
-    """
+    """Returns the `multiprocessing_context` of a loader. `num_workers`: the loader's workers; with 0 no context is
+    needed. `chosen`: the name of a start method, a context, or None for the system's default. Raises
+    `HotspaConfigError`: there is no such start method."""
     if num_workers == 0:
         return None
     if chosen is None:

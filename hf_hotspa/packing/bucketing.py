@@ -181,18 +181,14 @@ Packs = list[list[int]]
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds that divide packs over replicas.
+    """Speeds that divide packs over replicas."""
 
-    Args:
-        ranks: The speed of each rank, relative to each other.
-        loads: If pipeline stages are also partitioned by speed, the work of each stage relative to its pipeline's mean:
-            one tuple per depth, with one entry per stage.
-        works: If tensor-parallel groups also divide MLPs by speed, the work of each rank relative to an even share: one
-            tuple per degree of tp, after the degree.
-    """
-
-    ranks: tuple[Positive, ...]
+    ranks: tuple[Positive, ...]  # the speed of each rank, relative to each other
+    # if pipeline stages are also partitioned by speed, the work of each stage relative to its pipeline's mean: one
+    # tuple per depth, with one entry per stage
     loads: tuple[tuple[Positive, ...], ...] = ()
+    # if tensor-parallel groups also divide MLPs by speed, the work of each rank relative to an even share: one tuple
+    # per degree of tp, after the degree
     works: tuple[tuple[int, tuple[Positive, ...]], ...] = ()
 
     def __post_init__(self) -> None:
@@ -440,19 +436,9 @@ def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool 
 def cut_rows(
     rows: abc.Iterable[int], table: SequenceTable, longest: int, policy: str = "error"
 ) -> tuple[list[Sequence], dict[str, int]]:
-    """Turns rows into sequences of at most `longest` tokens.
-
-    Args:
-        rows: In the order of the mini-batch.
-        longest: The longest bucket.
-
-    Returns:
-        The sequences, in the order of the rows, and the counters of `MiniBatchPlan` by name.
-
-    Raises:
-        HotspaConfigError: unknown policy.
-        OverlongError: policy `error` and a row over the limit.
-    """
+    """Turns rows into sequences of at most `longest` tokens. `rows`: in the order of the mini-batch. `longest`: the
+    longest bucket. Returns the sequences, in the order of the rows, and the counters of `MiniBatchPlan` by name. Raises
+    `HotspaConfigError`: unknown policy. Raises `OverlongError`: policy `error` and a row over the limit."""
     if policy not in OVERLONG_POLICIES:
         check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
     rows = list(rows)
@@ -498,11 +484,9 @@ def plan_mini_batch(
 ) -> MiniBatchPlan:
     """Plans one mini-batch. Pure: the same arguments give the same plan on every rank.
 
-    A sequence goes to the shortest bucket that takes it; a bucket's sequences stay in their order.
-
-    Raises:
-        HotspaConfigError: no bucket, or an unknown policy.
-        OverlongError: policy `error` and a row over the limit.
+    A sequence goes to the shortest bucket that takes it; a bucket's sequences stay in their order. Raises
+    `HotspaConfigError`: no bucket, or an unknown policy. Raises `OverlongError`: policy `error` and a row over the
+    limit.
     """
     if not buckets:
         raise HotspaConfigError("there is no bucket", fix="name at least one, such as dp1:2048")

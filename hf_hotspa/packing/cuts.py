@@ -31,16 +31,13 @@ Chain = tuple[tuple[int, int], ...]
 
 
 def cut_into_chains(lengths: Sequence[int], most: int, pair_cost: float | None = None) -> list[Chain]:
-    """Cuts a pack into chunks of at most `most` tokens.
+    """Cuts a pack into chunks of at most `most` tokens. Returns chains in the order of the row, which their chunks make
+    up. Only the last chunk of a chain holds several sequences.
 
     Args:
         lengths: Tokens of each sequence, each at least 1.
         pair_cost: Cost of a pair of tokens relative to the cost of one token: chunks of a sequence then cost the same,
             and none more than `most` tokens that begin a sequence. None for chunks of equal tokens.
-
-    Returns:
-        Chains in the order of the row, which their chunks make up. Only the last chunk of a chain holds several
-        sequences.
     """
     chains: list[list[tuple[int, int]]] = []
     end, cost, limit = 0, 0.0, _cost(most, pair_cost)
@@ -190,10 +187,7 @@ def share_by_cost(lengths: Sequence[int], cp: int, quadratic_cost: float, multip
     """Divides a pack so that ranks have equal tokens and equal cost.
 
     Cuts the longest sequences, as few as necessary; each of the others goes to the rank with the least cost so far.
-
-    Args:
-        quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
-        multiple: See `share_by_tokens`.
+    `quadratic_cost`: cost of a pair of tokens relative to the cost of one token. `multiple`: see `share_by_tokens`.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     costs = [sequence_cost(length, quadratic_cost) for length in lengths]

@@ -103,10 +103,8 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
     stage has begun one less.
 
     A stage runs all of a chain before its first backward pass, and at least one forward pass for each backward pass: no
-    stage is more than one pass ahead of the next, so blocking sends do not wait for each other.
-
-    Args:
-        depth: See `Passes.depth`.
+    stage is more than one pass ahead of the next, so blocking sends do not wait for each other. `depth`: see
+    `Passes.depth`.
     """
     aheads: list[int] = []
     most = 0

@@ -84,11 +84,7 @@ def explicit_attention(
     # keys of each sequence, whose last tokens the queries are; as many as queries when None
     key_lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Causal attention inside each sequence of a packed row.
-
-    Returns:
-        [H, T, E].
-    """
+    """Causal attention inside each sequence of a packed row. Returns [H, T, E]."""
     out: Tensor = _ExplicitAttention.apply(
         query, key, value, sinks, tuple(zip(lengths, key_lengths or lengths, strict=True)), scores
     )
@@ -456,13 +452,9 @@ def packed_attention(
     s_aux: Tensor | None = None,  # [H] sinks: further scores, which take part in the softmax and add no value
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of a packed row. Raises `ModelError`: the family passes something that this
-    attention does not support, or does not pass the pack on. `**kwargs`: further arguments of a family (position ids,
-    flags); an unknown tensor is an error.
-
-    Returns:
-        [1, T, H, D] and None (no attention weights).
-    """
+    """Causal attention inside each sequence of a packed row. Returns [1, T, H, D] and None (no attention weights).
+    Raises `ModelError`: the family passes something that this attention does not support, or does not pass the pack on.
+    `**kwargs`: further arguments of a family (position ids, flags); an unknown tensor is an error."""
     if hotspa_pack is None or attention_mask is not None or query.shape[0] != 1:
         raise ModelError(
             f"{type(module).__name__} calls attention with "

@@ -256,11 +256,8 @@ def _to_tokens(*tensors: Tensor, division: Division) -> tuple[Tensor, ...]:
 
 def tokens_to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Exchanges some tokens of all heads for all tokens of some heads, with gradients. Collective in cp. `tensors`: [1,
-    h, t, D] each, of this rank's row; h a multiple of P, and may differ.
-
-    Returns:
-        [1, h / P, T + padding, D] each, the heads of the rank's place, in the order of the pack, with padding at the end.
-    """
+    h, t, D] each, of this rank's row; h a multiple of P, and may differ. Returns [1, h / P, T + padding, D] each, the
+    heads of the rank's place, in the order of the pack, with padding at the end."""
     return with_gradient(partial(_to_heads, division=division), partial(_to_tokens, division=division), *tensors)
 
 

@@ -48,11 +48,7 @@ def attend_with_prefix(
     # gets none. If None, autograd gets them.
     takes: TakesGradients | None = None,
 ) -> Tensor:
-    """Causal attention of the last tokens of a sequence.
-
-    Returns:
-        [1, H, T, D].
-    """
+    """Causal attention of the last tokens of a sequence. Returns [1, H, T, D]."""
     out: Tensor = _WithPrefix.apply(query, key, value, *before, scaling, takes)
     return out
 

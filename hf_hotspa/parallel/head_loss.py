@@ -127,7 +127,8 @@ def chunks_of_sequences(lengths: Sequence[int], most: int) -> list[slice]:
 def chunked_loss(
     run: Callable[[Tensor, slice], Tensor], hidden: Tensor, parameters: Sequence[nn.Parameter], chunks: Sequence[slice]
 ) -> Tensor:
-    """The loss of a pack, one chunk of tokens after the other.
+    """The loss of a pack, one chunk of tokens after the other. Returns the sum, an fp64 scalar; its backward may run
+    once.
 
     Args:
         run: The loss of a chunk, an fp64 scalar, from its hidden states [1, t, h] and its place in the pack. Every rank of
@@ -135,9 +136,6 @@ def chunked_loss(
         hidden: [1, T, h], the base model's output.
         parameters: All parameters that `run` trains.
         chunks: The tokens of each chunk; each token is in one of them.
-
-    Returns:
-        The sum, an fp64 scalar; its backward may run once.
     """
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(run, chunks, hidden, *parameters)

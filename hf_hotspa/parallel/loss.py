@@ -112,11 +112,8 @@ def vocab_parallel_log_probabilities(
     # rows of the whole vocabulary; the width of `logits` when None. Needed by smoothing over a group.
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The log-probability of each position's label. Its backward may run once.
-
-    Returns:
-        [T], fp32 or wider, equal on all ranks of the group; 0 for positions without a label.
-    """
+    """The log-probability of each position's label. Its backward may run once. Returns [T], fp32 or wider, equal on all
+    ranks of the group; 0 for positions without a label."""
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     log_probabilities: Tensor = _VocabParallelLogProbabilities.apply(
         logits, labels, first_row, group, smoothing, vocab_size

@@ -166,11 +166,8 @@ class PackRunner:
         # this stage's operations in order, if stages of all replicas run in lockstep; else None
         joint: Sequence[Operation] | None = None,
     ) -> Tensor:
-        """Forward and backward of all micro-batches; adds gradients to the parameters' `.grad`.
-
-        Returns:
-            fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
-        """
+        """Forward and backward of all micro-batches; adds gradients to the parameters' `.grad`. Returns an fp64 scalar:
+        the sum of the scaled losses on the last stage, 0 elsewhere."""
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         for (pack,) in self.chains(micro_batches):
             out = pack.forward(self._stage, None, scale)

@@ -160,11 +160,8 @@ def _whole_product(y: Tensor, *, linear: nn.Linear, sum_of: OnTensor) -> Tensor:
 def wrap_rowwise(module: nn.Module, sum_of: OnTensor, enter: OnTensor | None = None) -> None:
     """Makes a row-parallel projection add up its products over the shards.
 
-    A LoRA layer's adapter joins the sum of its base, whose forward then omits the bias.
-
-    Args:
-        sum_of: The differentiable sum over the group.
-        enter: Applied to its input.
+    A LoRA layer's adapter joins the sum of its base, whose forward then omits the bias. `sum_of`: the differentiable
+    sum over the group. `enter`: applied to its input.
     """
     linear = cast(nn.Linear, base_layer(module))
     product: Callable[..., Any] = partial(_product, linear=linear)
@@ -232,10 +229,7 @@ def apply_tensor_parallel(
     tensor_group: TensorGroup,  # the group and this rank's shard
 ) -> Callable[[], None]:
     """Wraps the forward of every module that has a style; its parameters must be (or become) this rank's shards.
-
-    Returns:
-        A function to call after every forward; it drops cached inputs.
-    """
+    Returns a function to call after every forward; it drops cached inputs."""
     group = tensor_group.group
     shared = _SharedInput(group)
 
@@ -319,10 +313,7 @@ def _of_row(
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's tokens. `x`: [1, T/t, h] or [T/t, h], this rank's. `group`: the tensor-parallel group, of t ranks.
-
-    Returns:
-        [1, T, h] or [T, h], for column-parallel consumers: their gradients are summed over the group.
-    """
+    Returns [1, T, h] or [T, h], for column-parallel consumers: their gradients are summed over the group."""
     return with_gradient(_of_row(gather, group), _of_row(scatter_sum, group), x)
 
 

@@ -158,14 +158,9 @@ def order_phases(first_cost: Sequence[float], switch_cost: Sequence[Sequence[flo
 
     Up to `EXACT_PHASES` phases by Held-Karp dynamic programming; the lexicographically smallest order among equals.
     Beyond that, the best of several starts (the given order, and the nearest neighbour from each phase), each improved
-    by moving one phase or reversing a stretch until nothing helps; never worse than the given order.
-
-    Args:
-        first_cost: Cost of starting with each phase.
-        switch_cost: `switch_cost[a][b]` is the cost of running phase b right after phase a; the diagonal is not read.
-
-    Raises:
-        PlanError: the matrix is not square, or a cost is negative or not finite.
+    by moving one phase or reversing a stretch until nothing helps; never worse than the given order. `first_cost`: cost
+    of starting with each phase. `switch_cost`: `switch_cost[a][b]` is the cost of running phase b right after phase a;
+    the diagonal is not read. Raises `PlanError`: the matrix is not square, or a cost is negative or not finite.
     """
     count = len(first_cost)
     if len(switch_cost) != count or any(len(row) != count for row in switch_cost):

@@ -223,13 +223,8 @@ def landing_shares(
     NIC. Only what would load a NIC over the node's even share (by more than 1 %) lands on neighbours with capacity
     left: nothing is forwarded if every device receives its own part. If the node shares its NICs, only needers land,
     balanced by what they forward. If forwarding would still make an intra-node port the bottleneck, the split is
-    improved over both ports of all devices.
-
-    Args:
-        pulls: What moves inside nodes anyway. Relaying need not finish earlier.
-
-    Returns:
-        For each (node, needers) the landing ranks with their fractions.
+    improved over both ports of all devices. `pulls`: what moves inside nodes anyway. Relaying need not finish earlier.
+    Returns for each (node, needers) the landing ranks with their fractions.
     """
     by_node: dict[int, _Amounts] = {}
     for _, node, needers, num_bytes in demands:
@@ -269,12 +264,14 @@ def landing_shares(
 
 
 def sender_shares(
+    # what nodes lack, by the ranks that hold it; what several nodes lack counts for each
     amounts: Mapping[_Ranks, float],
-    entering: Sequence[float],
+    entering: Sequence[float],  # what each node lacks
     cluster: Cluster,
+    # what moves inside nodes anyway (pulls, forwards after landing). Relaying need not finish earlier.
     background: PortLoads | None = None,
     *,
-    neighbours: bool = True,
+    neighbours: bool = True,  # whether ranks other than owners may send, too
 ) -> dict[_Ranks, Shares]:
     """Which ranks send the bytes of each owner set, over all destinations.
 
@@ -283,16 +280,8 @@ def sender_shares(
     exceeds the NICs of a node's owners is sent by neighbours with capacity left, which receive it beforehand, in equal
     parts from the owners of their node: a third hop. If nodes share their NICs, only owners send.
 
-    Destinations do not change the load of a sender's NIC: all are balanced together.
-
-    Args:
-        amounts: What nodes lack, by the ranks that hold it; what several nodes lack counts for each.
-        entering: What each node lacks.
-        background: What moves inside nodes anyway (pulls, forwards after landing). Relaying need not finish earlier.
-        neighbours: Whether ranks other than owners may send, too.
-
-    Returns:
-        For each owner set its sending ranks with their fractions.
+    Destinations do not change the load of a sender's NIC: all are balanced together. Returns for each owner set its
+    sending ranks with their fractions.
     """
     if not amounts:
         return {}

@@ -57,24 +57,16 @@ DIRECT_LIMIT = 1 << 24
 def cut_rounds(
     plan: SwitchPlan,
     rank: int,
-    wires: Sequence[Wire | None],
+    wires: Sequence[Wire | None],  # how each segment travels; None only for segments that the plan does not move
+    # the most bytes that a rank packs, or unpacks, in one round. The window is this divided by the most peers of any
+    # rank.
     round_bytes: int,
+    # segments are fused until the busiest rank sends or receives more in a group; None: one group
     group_bytes: int | None = None,
-    native: Collection[int] = (),
+    native: Collection[int] = (),  # the source stores of a load with the wire's dtype on every rank, as in the target
 ) -> Schedule:
-    """Cuts one rank's part of a plan into rounds.
-
-    Args:
-        wires: How each segment travels; None only for segments that the plan does not move.
-        round_bytes: The most bytes that a rank packs, or unpacks, in one round. The window is this divided by the most
-            peers of any rank.
-        group_bytes: Segments are fused until the busiest rank sends or receives more in a group; None: one group.
-        native: The source stores of a load with the wire's dtype on every rank, as in the target.
-
-    Raises:
-        PlanError: no wire dtype is given for a segment that the plan moves.
-        HotspaConfigError: a round is too small for its peers.
-    """
+    """Cuts one rank's part of a plan into rounds. Raises `PlanError`: no wire dtype is given for a segment that the
+    plan moves. Raises `HotspaConfigError`: a round is too small for its peers."""
     return _Cutter(plan, rank, wires, round_bytes, native).cut(group_bytes)
 
 

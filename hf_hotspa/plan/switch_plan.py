@@ -342,13 +342,9 @@ def prove(plan: SwitchPlan, source: Layout | Sequence[Layout], target: Layout) -
     """Proves a plan against its layouts.
 
     Every rank has what it sends at that offset when the hop begins; every destination has it at the offset of its
-    receive; and each needed element (load) or contribution (gradient return) is delivered exactly once.
-
-    Args:
-        source: One layout, or two for a plan with a second source.
-
-    Raises:
-        PlanError: naming the first transfer, rank or interval that is wrong.
+    receive; and each needed element (load) or contribution (gradient return) is delivered exactly once. `source`: one
+    layout, or two for a plan with a second source. Raises `PlanError`: naming the first transfer, rank or interval that
+    is wrong.
     """
     sources = [source] if isinstance(source, Layout) else list(source)
     worlds = [plan.world_size, *(source.world_size for source in sources), target.world_size]

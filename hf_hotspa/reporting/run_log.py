@@ -53,15 +53,9 @@ def bin_edges(longest: int) -> list[int]:
 
 
 def length_histogram(lengths: Any) -> dict[str, list[int]]:
-    """Counts sequences and tokens by length.
-
-    Args:
-        lengths: [N] integers, tokens of each row; rows without tokens are left out.
-
-    Returns:
-        `edges` [B + 1]: bin i holds the lengths in `(edges[i], edges[i + 1]]`, without empty bins at the short end;
-        `sequences` [B]; `tokens` [B].
-    """
+    """Counts sequences and tokens by length. `lengths`: [N] integers, tokens of each row; rows without tokens are left
+    out. Returns `edges` [B + 1]: bin i holds the lengths in `(edges[i], edges[i + 1]]`, without empty bins at the short
+    end; `sequences` [B]; `tokens` [B]."""
     array = np.asarray(lengths, dtype=np.int64)
     array = array[array > 0]
     if not len(array):

@@ -97,10 +97,8 @@ def measured_steps(run: RunLog) -> list[StepRecord]:
 def verdict(run: RunLog, to_be_measured: bool = False) -> list[str]:
     """Returns sentences on whether switching paid; the first is the answer, a heading without a full stop.
 
-    Compares with the best single strategy that fits, on the trained rows.
-
-    Args:
-        to_be_measured: Whether a measurement follows; then nothing is claimed yet.
+    Compares with the best single strategy that fits, on the trained rows. `to_be_measured`: whether a measurement
+    follows; then nothing is claimed yet.
     """
     summary = summarize(run)
     if not summary.num_steps:

@@ -248,11 +248,9 @@ def _rendering(row: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def read_messages(value: Any, key: str, number: int) -> Messages:
-    """Returns the messages of a conversation, with `role` and `content`. Raises `DataError`: it is not a conversation.
-
-    Args:
-        value: A list of mappings with `role` (or `author.role`) and `content`, or `from` and `value`; or its JSON text.
-    """
+    """Returns the messages of a conversation, with `role` and `content`. `value`: a list of mappings with `role` (or
+    `author.role`) and `content`, or `from` and `value`; or its JSON text. Raises `DataError`: it is not a
+    conversation."""
     where = f"dataset row {number}, column {key!r}"
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _parsed(value, key, number)

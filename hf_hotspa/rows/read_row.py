@@ -126,12 +126,9 @@ class Row:
 
 
 def integer_array(value: Any, key: str, row: int, num_tokens: int | None = None) -> NDArray[np.int64]:
-    """Converts a column of a row, a list, array or tensor of integers, to [length] int64. Raises `DataError`: it is not
-    a flat sequence of integers, or its length differs; names key and row.
-
-    Args:
-        num_tokens: The required length; None for any.
-    """
+    """Converts a column of a row, a list, array or tensor of integers, to [length] int64. `num_tokens`: the required
+    length; None for any. Raises `DataError`: it is not a flat sequence of integers, or its length differs; names key
+    and row."""
     where = f"dataset row {row}, column {key!r}"
     fix = f"{key} must be a flat list, array or tensor of integers"
     if value is None:
@@ -234,13 +231,9 @@ def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:
 
 
 def check_left_padding(rules: RowRules, lengths: NDArray[np.int64]) -> None:
-    """Checks that a collator's padding on the left does not shift positions. Raises `UnsupportedError`: the model has
-    absolute positions.
-
-    Args:
-        rules: The rules; without `pads_left` everything passes.
-        lengths: Tokens of the rows. Rows of equal length are not padded.
-    """
+    """Checks that a collator's padding on the left does not shift positions. `rules`: the rules; without `pads_left`
+    everything passes. `lengths`: tokens of the rows. Rows of equal length are not padded. Raises `UnsupportedError`:
+    the model has absolute positions."""
     lengths = lengths[lengths > 0]
     if rules.pads_left and rules.absolute_positions and len(lengths) and lengths.min() != lengths.max():
         raise UnsupportedError(

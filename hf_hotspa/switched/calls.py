@@ -396,9 +396,7 @@ class CallGradients:
         self, calls: Sequence[Call], documents: Documents, beside: Iterable[float]
     ) -> tuple[float | None, Seeds, Tensor]:
         """Compares the real seeds of all ranks with the assumed ones, and predicts the next step's. Collective.
-
-        Args:
-            beside: Numbers to gather along, as many on every rank.
+        `beside`: numbers to gather along, as many on every rank.
 
         Returns:
             The factor for the gradients of what was trained at once, None if it must be trained again; the seeds still

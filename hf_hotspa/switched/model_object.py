@@ -55,12 +55,8 @@ def only_requires_grad(hook: Any) -> bool:
 
 
 def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Reads the arguments of TRL's `add_fused_lm_head` from the closure of the forward. Raises `UnsupportedError`: an
-    argument is not supported.
-
-    Args:
-        dtype: What the engine computes in.
-    """
+    """Reads the arguments of TRL's `add_fused_lm_head` from the closure of the forward. `dtype`: what the engine
+    computes in. Raises `UnsupportedError`: an argument is not supported."""
     forward = vars(model).get("forward")
     function = getattr(forward, "__func__", None)
     head = dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
@@ -193,13 +189,9 @@ class AdapterLayers:
         return {path: float(layer.scaling.get(self._name, 0.0)) for path, layer in self._layers.items()}
 
     def inspect(self, in_step: bool = False) -> tuple[bool, str, HotspaError | None]:
-        """Returns whether the layers add their part (not if they are switched off, or merged into the base weights), the
-        factors that have changed, as text (equal on all ranks with equal changes), and an error for what replicas
-        cannot do. Not collective.
-
-        Args:
-            in_step: Whether a step has begun.
-        """
+        """Returns whether the layers add their part (not if they are switched off, or merged into the base weights),
+        the factors that have changed, as text (equal on all ranks with equal changes), and an error for what replicas
+        cannot do. Not collective. `in_step`: whether a step has begun."""
         off = set[str]()
         for path, layer in self._layers.items():
             if layer.disable_adapters or layer.merged or self._name not in layer.active_adapters:

@@ -117,11 +117,9 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 def tensor_file(tensors: Sequence[tuple[TensorRecord, T]], data: Callable[[T], Buffer]) -> Iterator[Buffer]:
     """Yields a safetensors file: its header, then the bytes of one tensor after the other.
 
-    The writer of the safetensors library needs all tensors in memory at once; this one does not.
-
-    Args:
-        tensors: The records of the file, in order, each with a source for `data`.
-        data: Returns the bytes of a tensor from its source; called once for each, in order.
+    The writer of the safetensors library needs all tensors in memory at once; this one does not. `tensors`: the records
+    of the file, in order, each with a source for `data`. `data`: returns the bytes of a tensor from its source; called
+    once for each, in order.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -154,12 +154,9 @@ class RunFolder:
         return path
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Writes the manifest and renames the directory, which commits the checkpoint. Raises `CheckpointError`:
-        something failed; the caller abandons the directory.
-
-        Args:
-            temporary: From `begin`; holds every file of the manifest, synced.
-        """
+        """Writes the manifest and renames the directory, which commits the checkpoint. `temporary`: from `begin`; holds
+        every file of the manifest, synced. Raises `CheckpointError`: something failed; the caller abandons the
+        directory."""
         target = self.path / checkpoint_name(manifest.step)
         try:
             state = temporary / STATE_FOLDER

@@ -76,11 +76,8 @@ def _key(*parts: object) -> int:
 
 
 def token_keys(seed: int, step: int, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Two int32 [T, 1] for the tokens of a pack, on its device; independent of the pack.
-
-    Args:
-        micro_batch: The pack. Padding, and sequences of a pack without keys, count as row -1.
-    """
+    """Two int32 [T, 1] for the tokens of a pack, on its device; independent of the pack. `micro_batch`: the pack.
+    Padding, and sequences of a pack without keys, count as row -1."""
     keys = micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths)
     device = micro_batch.position_ids.device
     rows = torch.tensor([_key(seed, step, row) for row, _ in keys], dtype=torch.int64)
@@ -299,11 +296,8 @@ def use_keyed_dropout(
 
 
 def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_heads: Mapping[str, int]) -> bool:
-    """Makes a replica's attention modules draw from the masks; returns whether any of them drops.
-
-    Args:
-        first_heads: This rank's first head, for modules with only some heads here.
-    """
+    """Makes a replica's attention modules draw from the masks; returns whether any of them drops. `first_heads`: this
+    rank's first head, for modules with only some heads here."""
     attentions = {m: (name, first_heads.get(name, 0)) for name, m in model.named_modules() if calls_attention(m)}
     if not attention_dropouts(model.config) and not any(
         rate > 0 for m in attentions for rate in held_rates(m).values()
@@ -352,11 +346,9 @@ def refuse_dropout(
     """Raises an error if a config's dropout or jitter would draw from torch's generator in a replica.
 
     Supported are `nn.Dropout` between the layers, and dropout of attention probabilities in layers whose attention uses
-    the interface of transformers and runs packed. Raises `UnsupportedError`: naming the setting of the config.
-
-    Args:
-        model: The model, with or without adapters.
-        of_attention: Whether the config's dropout of attention probabilities stays on.
+    the interface of transformers and runs packed. `model`: the model, with or without adapters. `of_attention`: whether
+    the config's dropout of attention probabilities stays on. Raises `UnsupportedError`: naming the setting of the
+    config.
     """
     text = model.config.get_text_config()
     modules = unwrapped_modules(model).values()

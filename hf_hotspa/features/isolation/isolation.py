@@ -580,11 +580,9 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule within each sequence of a row: `S = exp(decay) S`, `S = S + beta k (v - k S)`, `out = q S`.
 
-    Within chunks it computes all tokens of the row at once, by the WY representation; over chunks it steps through the next
-    chunk of every sequence (Yang et al., 2024, section 3.3). In fp32, or the inputs' dtype if wider.
-
-    Returns:
-        [1, T, H, V] in the dtype of the queries, and the state [H, K, V] or None.
+    Within chunks it computes all tokens of the row at once, by the WY representation; over chunks it steps through the
+    next chunk of every sequence (Yang et al., 2024, section 3.3). In fp32, or the inputs' dtype if wider. Returns [1,
+    T, H, V] in the dtype of the queries, and the state [H, K, V] or None.
     """
     dtype, wide, (groups, many) = (
         query.dtype,

@@ -156,12 +156,9 @@ def overrides_of(optimizer: Any) -> dict[int, dict[str, Any]]:
 
 
 def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None) -> None:
-    """Makes an optimizer of these libraries decide by complete parameters; it has shares of the master store. Raises
-    `UnsupportedError`: the optimizer cannot be honoured; it is unchanged.
-
-    Args:
-        overrides: Id of a share -> its parameter's overrides in `GlobalOptimManager`.
-    """
+    """Makes an optimizer of these libraries decide by complete parameters; it has shares of the master store.
+    `overrides`: id of a share -> its parameter's overrides in `GlobalOptimManager`. Raises `UnsupportedError`: the
+    optimizer cannot be honoured; it is unchanged."""
     check_low_bit(optimizer)
     if not _is_ours(type(optimizer)):
         kind: Any = type(optimizer)

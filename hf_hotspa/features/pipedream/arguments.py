@@ -52,12 +52,9 @@ class PipelineModeArguments:
         return PipeDream(self.hotspa_vertical_sync, most if self.hotspa_clip_per_stage and most else None)
 
     def check_feature(self, buckets: Sequence[Bucket]) -> None:
-        """Rejects flags that do not go together. Raises `HotspaConfigError`: a flag without a meaning. Raises
-        `UnsupportedError`: something that the mode cannot honour.
-
-        Args:
-            buckets: The given buckets; none with `auto`.
-        """
+        """Rejects flags that do not go together. `buckets`: the given buckets; none with `auto`. Raises
+        `HotspaConfigError`: a flag without a meaning. Raises `UnsupportedError`: something that the mode cannot
+        honour."""
         if self.hotspa_pipeline_mode == SYNCHRONOUS:
             for name in ("hotspa_vertical_sync", "hotspa_clip_per_stage"):
                 if getattr(self, name):

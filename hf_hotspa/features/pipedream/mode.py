@@ -109,13 +109,9 @@ _NAMED, _BACK = f"hotspa_pipeline_mode={PIPEDREAM}", f"or hotspa_pipeline_mode={
 
 
 def check_strategies(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedule: str = "auto") -> Strategy:
-    """Returns the strategy of a pool, if its stages can update by themselves. Raises `StrategyError`: several
-    strategies, no pipeline, or an incompatible option. Raises `UnsupportedError`: a weight on two stages, or another
-    schedule.
-
-    Args:
-        tied: The weights that embedding and head share.
-    """
+    """Returns the strategy of a pool, if its stages can update by themselves. `tied`: the weights that embedding and
+    head share. Raises `StrategyError`: several strategies, no pipeline, or an incompatible option. Raises
+    `UnsupportedError`: a weight on two stages, or another schedule."""
     strategy = buckets[0].strategy
     if len(buckets) > 1:
         raise StrategyError(

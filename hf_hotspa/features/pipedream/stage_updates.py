@@ -57,11 +57,8 @@ class StageUpdates:
         self._squares, self._num, self._is_finite = 0.0, 0, True
 
     def update(self, reached: Collection[str]) -> None:
-        """Makes one step with the master store's gradients. Collective in the stage.
-
-        Args:
-            reached: Parameters with a gradient from this rank; the stage's parameters without any are not stepped.
-        """
+        """Makes one step with the master store's gradients. Collective in the stage. `reached`: parameters with a
+        gradient from this rank; the stage's parameters without any are not stepped."""
         assert self.step is not None
         own, trained = self._master.squared_norm(), self._master.trained
         # other stages' parameters are empty here; they count as stepped, or this rank would lack their state

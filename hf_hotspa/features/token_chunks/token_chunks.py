@@ -142,22 +142,19 @@ def _in_graph(host: Tensor, copy: Tensor) -> Tensor:
 
 @dataclass
 class _CutSequence:
-    """What the chunks of one sequence leave for each other.
-
-    Args:
-        kept: Keys and values by attention module, from the first token on.
-        sums: Their gradients, summed over later chunks, in fp32 or wider.
-        states: The states of linear attention behind each chunk, by layer, name and chunk.
-        of_states: The gradients of the states, from the next chunk.
-    """
+    """What the chunks of one sequence leave for each other."""
 
     chunks: tuple[int, ...]  # tokens of each chunk but the last
     num_tokens: int = 0  # how many of them are kept on this rank
     host: HostBytes | None = None  # counts host memory; None if the tensors are on the device
+    # keys and values by attention module, from the first token on
     kept: dict[nn.Module, Pair] = field(default_factory=dict)
+    # their gradients, summed over later chunks, in fp32 or wider
     sums: dict[nn.Module, Pair] = field(default_factory=dict)
     left: dict[object, dict[int, Any]] = field(default_factory=dict)  # what others leave of each chunk, by owner
+    # the states of linear attention behind each chunk, by layer, name and chunk
     states: dict[tuple[StateKey, int], Tensor] = field(default_factory=dict)
+    # the gradients of the states, from the next chunk
     of_states: dict[tuple[StateKey, int], Tensor] = field(default_factory=dict)
     fetcher: PrefixFetcher | None = None  # copies from host memory to the device
 
