@@ -20,7 +20,6 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DataError, OverlongError, TokenRangeError, UnsupportedError
-from hf_hotspa.model.replica import Tape, TapedReplica, Taping
 from hf_hotspa.packing.bucketing import MiniBatchPlan, Speeds, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, replica_ranks
 from hf_hotspa.parallel.head_loss import AuxiliaryLoss
@@ -28,6 +27,7 @@ from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.switched.tape import Tape, TapedReplica, Taping
 
 # -- documents --------------------------------------------------------------------------------------------------------
 
