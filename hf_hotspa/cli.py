@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 _JSON = "print JSON instead of tables"
 _QUANTIZATION = {"--quantization": "the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora"}
-_SETUP = {
+_SETUP = {  # what `_setup` reads, except the hardware
     "--nodes NODESxDEVICES": "the cluster, such as 4x8",
     "--memory-limit SIZE": "device memory that a plan may use, such as 70GiB (default: 90 %% of the device's memory)",
     "--dtype DTYPE": "of weights and activations (default: the calibration's, else bfloat16)",
@@ -112,7 +112,6 @@ _SETUP = {
     "--grad-wire-dtype": "dtype in which gradients travel to the master store (auto: the accumulation dtype)",
     "--pipeline-schedule": "hotspa_pipeline_schedule: gpipe holds more tokens than the others, up to a bucket's limit",
 }
-"""What `_setup` reads, except the hardware."""
 _SETUP_VALUES: dict[str, dict[str, Any]] = {
     "quantization": {"choices": form_names()},
     "optim": {"default": "adamw_torch", "choices": tuple(optimizer_states())},

@@ -15,12 +15,9 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-LOCK_NAME = ".hotspa-lock"
-"""The name of the lock file of a directory."""
-
+LOCK_NAME = ".hotspa-lock"  # the name of the lock file of a directory
 _MAX_OWNER = 500
-_descriptors: dict[str, int] = {}
-"""Open files by locked path. Closing any descriptor of a file releases its lock."""
+_descriptors: dict[str, int] = {}  # open files by locked path. Closing any descriptor of a file releases its lock.
 
 
 class ProcessLock:

@@ -12,11 +12,8 @@ from typing import Any
 from hf_hotspa.seam import Measure, hooks
 from hf_hotspa.typed import Count
 
-COUNTED: tuple[Measure, ...] = tuple(chain.from_iterable(hooks("measures")))
-"""The numbers that features count."""
-
-FIELDS = tuple(measure.name for measure in COUNTED if measure.name)
-"""Those that reports have."""
+COUNTED: tuple[Measure, ...] = tuple(chain.from_iterable(hooks("measures")))  # the numbers that features count
+FIELDS = tuple(measure.name for measure in COUNTED if measure.name)  # those that reports have
 
 MEASURES = (
     "load_s",  # waiting for the weights
@@ -40,8 +37,7 @@ MEASURES = (
 )
 """What a rank measures in a phase: seconds, bytes sent, and what features count. The columns of `RankMeasures.phases`."""
 
-PhaseMeasure = dict[str, float]
-"""One rank's measures of one phase: all `MEASURES`, in their order."""
+PhaseMeasure = dict[str, float]  # one rank's measures of one phase: all `MEASURES`, in their order
 
 
 class WithCounted:

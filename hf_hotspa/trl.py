@@ -56,19 +56,14 @@ if TYPE_CHECKING:
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")
-"""TRL's supported trainers."""
-PAIRED = ("DPO", "KTO")
-"""Trainers that take a `ref_model`."""
-ONLINE = ("GRPO", "RLOO")
-"""Trainers that generate their training data (`OverOnline`)."""
-_OF_BATCH = "generated."
-"""Prefix of the names of a generation batch's tensors in a checkpoint."""
-UNSUPPORTED = {
+TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")  # TRL's supported trainers
+PAIRED = ("DPO", "KTO")  # trainers that take a `ref_model`
+ONLINE = ("GRPO", "RLOO")  # trainers that generate their training data (`OverOnline`)
+_OF_BATCH = "generated."  # prefix of the names of a generation batch's tensors in a checkpoint
+UNSUPPORTED = {  # TRL's unsupported trainers: why, and what to do
     "Reward": ("its model's head is not a language model's", "use TRL's own class"),
     "Distillation": ("its loss reads hidden states, which no rank has for a whole row", "use TRL's own class"),
 }
-"""TRL's unsupported trainers: why, and what to do."""
 __all__ = [
     "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "RLOOConfig", "RLOOTrainer", "SFTConfig",
     "SFTTrainer",

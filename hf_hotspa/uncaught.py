@@ -22,9 +22,7 @@ from hf_hotspa.errors import HotspaError, printable
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's launcher (`torchrun`, `accelerate launch`) looks for the error of this process."""
 TRACEBACKS = "HOTSPA_TRACEBACK"
-_WAIT_S = 5.0
-"""How long a rank whose error repeats another rank's waits, so that the others end first."""
-
+_WAIT_S = 5.0  # how long a rank whose error repeats another rank's waits, so that the others end first
 _signal_came = _interrupt_is_announced = False
 
 

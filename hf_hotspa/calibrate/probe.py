@@ -132,8 +132,7 @@ def measure_hop(transport: ProcessGroupTransport, apart: int, token_bytes: int, 
 # -- exchanges of cp -----------------------------------------------------------------------------------------------
 
 _EXCHANGES: tuple[Literal["all_to_all", "gather"], ...] = ("all_to_all", "gather")
-_EXCHANGED = (64 << 10, 4 << 20)
-"""Bytes of a rank's tensor in an all-to-all, and of its result of a gather."""
+_EXCHANGED = (64 << 10, 4 << 20)  # bytes of a rank's tensor in an all-to-all, and of its result of a gather
 
 
 def context_layouts(world_size: int, degrees: Iterable[int]) -> list[Strategy]:
@@ -192,8 +191,7 @@ _MOST_LAYERS, _MANY_WEIGHTS = 8, 1 << 28
 _TRIAL_BYTES = 64 << 20
 _MALLOC_TRIM, _MALLOC_MMAP = -1, -3  # names of mallopt's parameters in glibc
 _WORTH_COUNTING, _LARGEST_DYNAMIC = 1 << 16, 32 << 20
-Packs = Sequence[tuple[int, ...]]
-"""Packs of a replica, as sequence lengths."""
+Packs = Sequence[tuple[int, ...]]  # packs of a replica, as sequence lengths
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -483,12 +481,8 @@ def repetitions(lengths: Sequence[int], longest: int) -> int:
 
 # -- seconds of packs, of switches and of pipelines ----------------------------------------------------------------
 
-_PIPELINED = 2
-"""Packs of a replica without stages in the comparison with pipelines, which run twice as many."""
-
-_WARM_UP_PACKS = 2
-"""Packs of each copy in the warm-up round; the first packs are short and fast."""
-
+_PIPELINED = 2  # packs of a replica without stages in the comparison with pipelines, which run twice as many
+_WARM_UP_PACKS = 2  # packs of each copy in the warm-up round; the first packs are short and fast
 _GRADIENT_BYTES = 4
 
 _MOST_IDLE = 1.5

@@ -60,17 +60,13 @@ from hf_hotspa.model.weight_files import WeightFiles
 logger = logging.getLogger(__name__)
 
 
-MAX_SHARD_BYTES = 5 * 10**9
-"""A file is closed before it grows beyond this; a larger tensor has a file to itself."""
+MAX_SHARD_BYTES = 5 * 10**9  # a file is closed before it grows beyond this; a larger tensor has a file to itself
 
 Weights = Iterable[tuple[str, Tensor]]
 """Every weight, complete, by its name in memory, in the order of the vector; each is valid until the next one."""
 
-Entries = list[tuple[TensorRecord, Any]]
-"""Tensors in the order of writing, each with a source of its bytes."""
-
-Shards = list[tuple[str, Entries]]
-"""The files of a model: name and tensors."""
+Entries = list[tuple[TensorRecord, Any]]  # tensors in the order of writing, each with a source of its bytes
+Shards = list[tuple[str, Entries]]  # the files of a model: name and tensors
 
 
 def adapter_name(name: str) -> str:

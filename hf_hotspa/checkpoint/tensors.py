@@ -38,10 +38,8 @@ from hf_hotspa.versions import version_of
 
 HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, not what: the present run's apply."""
-CPU_ADAM = "CpuAdamW"
-"""DeepSpeed's AdamW for a master store in host memory (`trainer/cpu_adam.py`), by its class name."""
-_SAME_STATE = {"AdamW", CPU_ADAM}
-"""Optimizers that can load one another's state."""
+CPU_ADAM = "CpuAdamW"  # DeepSpeed's AdamW for a master store in host memory (`trainer/cpu_adam.py`), by its class name
+_SAME_STATE = {"AdamW", CPU_ADAM}  # optimizers that can load one another's state
 
 
 def names_in_groups(optimizer: Optimizer, master: MasterStore) -> list[list[str]]:

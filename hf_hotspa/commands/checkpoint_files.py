@@ -27,8 +27,7 @@ from hf_hotspa.costs.terms import form_names
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
 from hf_hotspa.reporting.terminal import text_table
 
-DAMAGED = 1
-"""Exit code of `verify` when a checkpoint is damaged."""
+DAMAGED = 1  # exit code of `verify` when a checkpoint is damaged
 
 
 def add_parsers(commands: Any) -> None:

@@ -20,8 +20,7 @@ from torch.distributed.run import parse_args, run
 
 from hf_hotspa.errors import printable
 
-LOOPBACK = "loopback"
-"""The value of `--rdzv-backend`."""
+LOOPBACK = "loopback"  # the value of `--rdzv-backend`
 _TORCH = "torch.distributed.elastic"
 
 

@@ -21,8 +21,7 @@ from hf_hotspa.trainer.arguments import AUTO, HotSPaTrainingArguments, evaluatio
 from hf_hotspa.trainer.given_arguments import check_values
 from hf_hotspa.trainer.script import check_script, parse, parser_of, read, run
 
-_MOST_CPU_PROCESSES = 4
-"""Without --processes: each process has its own copy of the data, so more must be asked for."""
+_MOST_CPU_PROCESSES = 4  # without --processes: each process has its own copy of the data, so more must be asked for
 _PROCESSES, _ALL = "--processes", "--help-all"
 
 

@@ -449,10 +449,8 @@ logger = logging.getLogger(__name__)
 
 ERROR, TRUNCATE, SPLIT, DROP = "error", "truncate", "split", "drop"
 SKIP = "skip"
-EMPTY_POLICIES = (ERROR, SKIP)
-"""What to do with rows without anything to learn."""
-COUNTS = "hotspa_cut_rows"
-"""The key, in a training batch, of the numbers of truncated, split, dropped and empty rows."""
+EMPTY_POLICIES = (ERROR, SKIP)  # what to do with rows without anything to learn
+COUNTS = "hotspa_cut_rows"  # the key, in a training batch, of the numbers of truncated, split, dropped and empty rows
 
 is_loss_mask = re.compile(r"(?!(attention|special_tokens)_mask$)(.*_)?masks?$", re.DOTALL).match
 """Whether a column of this name is a loss mask."""
@@ -748,8 +746,7 @@ def kept_columns(names: Collection[str], loss_columns: Sequence[str]) -> list[st
     return [n for n in names if n in TOKEN_COLUMNS or n in loss_columns or n == "label" or is_loss_mask(n)]
 
 
-TAKES_BATCHES = BatchRebalanceSampler is not None
-"""Whether this release of transformers accepts a batch sampler."""
+TAKES_BATCHES = BatchRebalanceSampler is not None  # whether this release of transformers accepts a batch sampler
 _BatchesOfRanks: Any = BatchRebalanceSampler or Sampler
 
 

@@ -47,8 +47,7 @@ from hf_hotspa.plan.switch_plan import (
 # lands, and what happens with it there. No message travels here.
 
 
-Views = dict[tuple[int, int], torch.Tensor]
-"""The buffers of a plan, by (store, segment)."""
+Views = dict[tuple[int, int], torch.Tensor]  # the buffers of a plan, by (store, segment)
 
 
 def wire_of(dtype: torch.dtype) -> Wire:
@@ -128,8 +127,7 @@ class BoundRound:
 Place = tuple[tuple[int, int], int, int, torch.dtype]
 """The buffer behind a view: (store, segment), address, elements, dtype."""
 
-_KEPT = 2
-"""Bindings kept per schedule: with a second source, weights alternate between two arenas."""
+_KEPT = 2  # bindings kept per schedule: with a second source, weights alternate between two arenas
 
 
 @dataclass(frozen=True)
@@ -164,13 +162,10 @@ def _split(tensor: torch.Tensor, message: Message) -> list[torch.Tensor]:
 
 Buffers = Sequence[torch.Tensor | None]
 """A rank's buffers by segment: flat and contiguous; None where the rank has no elements."""
-Wires = Sequence[torch.dtype | None]
-"""The dtype in which each segment travels, the same on every rank."""
+Wires = Sequence[torch.dtype | None]  # the dtype in which each segment travels, the same on every rank
 _ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 12, 1 << 13, 1 << 6  # 31 bits: the limit of a gloo tag
 
-_IN_FLIGHT = 2
-"""Rounds in flight at a time."""
-
+_IN_FLIGHT = 2  # rounds in flight at a time
 _STORE_NAMES = {SOURCE: "source", SECOND: "second source", TARGET: "target", RELAY: "relay"}
 
 
@@ -210,8 +205,7 @@ class SwitchStats:
         return self.pack_seconds + self.wire_seconds + self.local_seconds + self.unpack_seconds
 
 
-_Flight = tuple[int, TransferHandle | None]
-"""A round in flight: its index, and the handle to wait for."""
+_Flight = tuple[int, TransferHandle | None]  # a round in flight: its index, and the handle to wait for
 
 
 class SwitchExecutor:

@@ -140,8 +140,7 @@ class PhaseFailures:
 FILE = "hotspa_out_of_memory.json"
 _KIND, _VERSION = "hotspa_out_of_memory", 1
 _REMEDY = f"delete {FILE}: it only says what to avoid"
-_SMALLER = 0.75
-"""Factor from a failed pack size to the new one."""
+_SMALLER = 0.75  # factor from a failed pack size to the new one
 
 
 def record(folder: str | Path, shortage: OutOfMemory) -> None:

@@ -197,12 +197,10 @@ class PlanPool:
 # records what it holds, so that a strategy that returns to its own weights need not load the frozen ones again.
 
 
-_ALIGNMENT = 64
-"""Buffers start at multiples of this many elements, which aligns vector loads and sends in every dtype."""
+_ALIGNMENT = 64  # buffers start at multiples of this many elements, which aligns vector loads and sends in every dtype
 
 
-_Place = tuple[torch.dtype, int, int]
-"""`(dtype, start, size)` of a buffer, in elements."""
+_Place = tuple[torch.dtype, int, int]  # `(dtype, start, size)` of a buffer, in elements
 
 
 class Places(NamedTuple):
@@ -212,8 +210,7 @@ class Places(NamedTuple):
     of_segments: list[_Place | None]
 
 
-Shared = Sequence[Room | None]
-"""Which segments share memory (`plan.units.Rooms`); None for separate memory."""
+Shared = Sequence[Room | None]  # which segments share memory (`plan.units.Rooms`); None for separate memory
 
 
 def lay_out(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared) -> Places:
@@ -345,8 +342,7 @@ class Arena:
 # -- moving -----------------------------------------------------------------------------------------------------------
 
 
-Switch = tuple[SwitchPlan, Wires]
-"""A plan, and the dtype in which each segment travels."""
+Switch = tuple[SwitchPlan, Wires]  # a plan, and the dtype in which each segment travels
 
 
 class Switching:

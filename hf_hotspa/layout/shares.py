@@ -14,10 +14,8 @@ from hf_hotspa.layout.stages import USUAL_STEP_TIME
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, UnitCosts
 from hf_hotspa.strategy import Strategy
 
-_LARGEST_STEP = 128
-"""Largest step in columns; steps are powers of two, as matrix products run best on full tiles."""
-_LEAST_STEPS = 16
-"""Least mean number of steps of a rank, so that shares are fine enough."""
+_LARGEST_STEP = 128  # largest step in columns; steps are powers of two, as matrix products run best on full tiles
+_LEAST_STEPS = 16  # least mean number of steps of a rank, so that shares are fine enough
 
 
 def step_times_of_group(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[int, ...]:

@@ -122,10 +122,8 @@ def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
 Order = tuple[int, ...]
 _Table = npt.NDArray[np.int64]
 
-_MOST_ORDERS = 64
-"""Digit orders tried for one degree."""
-_FINEST_WEIGHT = 1000
-"""Layer weights are rounded to this many steps of the heaviest, so that scores fit 64 bits easily."""
+_MOST_ORDERS = 64  # digit orders tried for one degree
+_FINEST_WEIGHT = 1000  # layer weights are rounded to this many steps of the heaviest, so that scores fit 64 bits easily
 
 
 def nested_orders(

@@ -16,8 +16,7 @@ from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.plan.planner import PLANNERS
 from hf_hotspa.seam import Options, Runner, hooks
 
-LONGEST_TIMEOUT_S = 1e8
-"""Three years: a longer one is a mistake, and overflows in process groups."""
+LONGEST_TIMEOUT_S = 1e8  # three years: a longer one is a mistake, and overflows in process groups
 _SECOND_SOURCE_SHARE = 8
 
 

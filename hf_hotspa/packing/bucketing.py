@@ -37,8 +37,7 @@ from hf_hotspa.typed import Positive
 # `MiniBatchPlan.digest` to prove it.
 
 
-_count = object.__setattr__
-"""Sets a field that a frozen value computes when it is made."""
+_count = object.__setattr__  # sets a field that a frozen value computes when it is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,8 +414,7 @@ def _filling_soon(
 # -- buckets ----------------------------------------------------------------------------------------------------------
 
 
-OVERLONG_POLICIES = ("error", "truncate", "split", "drop")
-"""The values of `policy`."""
+OVERLONG_POLICIES = ("error", "truncate", "split", "drop")  # the values of `policy`
 
 
 def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool = False) -> None:

@@ -130,11 +130,8 @@ def _ends_of_equal_cost(length: int, most: int, pair_cost: float) -> list[int]:
     return [*ends, *range(alone_from, length + 1)]
 
 
-SLACK = 0.02
-"""How much more than the mean a rank may have before another sequence is cut."""
-
-Piece = tuple[int, int, int]
-"""`(sequence, first, stop)`: the tokens `[first, stop)` of a sequence of the pack."""
+SLACK = 0.02  # how much more than the mean a rank may have before another sequence is cut
+Piece = tuple[int, int, int]  # `(sequence, first, stop)`: the tokens `[first, stop)` of a sequence of the pack
 
 
 @dataclass(frozen=True)

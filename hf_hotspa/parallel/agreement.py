@@ -54,12 +54,8 @@ T = TypeVar("T")
 # stopped, or does something that takes longer than the timeout. Nothing is written before a collective fails.
 
 
-ANSWER_S = 3.0
-"""How long to wait for an answer after the timeout of the collective."""
-
-_STORE_S = 10.0
-"""Time limit for all of that: if the store's machine is frozen or cut off, a call would never return."""
-
+ANSWER_S = 3.0  # how long to wait for an answer after the timeout of the collective
+_STORE_S = 10.0  # time limit for all of that: if the store's machine is frozen or cut off, a call would never return
 _GRACE_S = 0.5  # between the closed connection of a rank that gave up, and that rank's call
 _POLL_S = 0.05
 _TIMED_OUT = re.compile("[Tt]imed? ?out")
@@ -169,13 +165,11 @@ def _silent_error(error: HotspaError, silent: list[int]) -> SilentPeerError:
 _MAILBOX_KEY = "hotspa_first_error"
 _MAX_LISTED, _MAX_RANKS, _MAX_SHOWN = 5, 8, 120
 _HALF, _FLAGS = 1 << 63, 48
-_LOST = re.compile(
+_LOST = re.compile(  # what gloo and NCCL report when a peer is gone or silent
     "[Cc]onnection (closed|reset|refused)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
     "|failed to recv|does not answer"
 )
-"""What gloo and NCCL report when a peer is gone or silent."""
-_NO_FILES = "Too many open files"
-"""What the system says in the errors of gloo, NCCL and Python."""
+_NO_FILES = "Too many open files"  # what the system says in the errors of gloo, NCCL and Python
 
 
 def _word(text: str) -> int:

@@ -48,10 +48,8 @@ from hf_hotspa.parallel.fused_attention import (
     with_sinks,
 )
 
-BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
-"""The most probabilities (heads x queries x keys) at a time."""
-_MASKED_QUERIES = 512
-"""Queries in a mask for `scaled_dot_product_attention`."""
+BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}  # the most probabilities (heads x queries x keys) at a time
+_MASKED_QUERIES = 512  # queries in a mask for `scaled_dot_product_attention`
 
 
 @dataclass(frozen=True)
@@ -246,11 +244,8 @@ class _ExplicitAttention(torch.autograd.Function):
         return *explicit_gradients(gradients[0], query, key, value, sinks, ctx.lengths, ctx.scores), None, None
 
 
-ATTENTION = "hotspa_packed"
-"""The `attn_implementation` of every replica."""
-
-_HARMLESS = {"position_ids", "cache_position", "input_ids"}
-"""Tensors from families that do not affect the scores."""
+ATTENTION = "hotspa_packed"  # the `attn_implementation` of every replica
+_HARMLESS = {"position_ids", "cache_position", "input_ids"}  # tensors from families that do not affect the scores
 
 
 class Prefix(Protocol):

@@ -92,8 +92,7 @@ class WaitClock:
             self._seconds += sign * (end - begin)
 
 
-CLOCK = WaitClock()
-"""The clock of this process."""
+CLOCK = WaitClock()  # the clock of this process
 
 
 # torch before 2.13 has these collectives under their older names only

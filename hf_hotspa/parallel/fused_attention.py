@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_TOKENS = 4096
-"""Tokens of a prefix whose keys and values are repeated for all query heads at a time."""
+BLOCK_TOKENS = 4096  # tokens of a prefix whose keys and values are repeated for all query heads at a time
 
 _QUERIES = 64, 512
 """The least and most queries of a block with a sliding window; in between, as many as the window is long."""
@@ -156,11 +155,8 @@ class _WithPrefix(torch.autograd.Function):
 
 # -- windows and sinks --------------------------------------------------------------------------------------------------
 
-SequenceLengths = tuple[tuple[int, int], ...]
-"""Queries and keys of each sequence; the queries are its last tokens."""
-
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Queries, keys, values and sinks, or their gradients."""
+SequenceLengths = tuple[tuple[int, int], ...]  # queries and keys of each sequence; the queries are its last tokens
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]  # queries, keys, values and sinks, or their gradients
 
 
 class _Block(NamedTuple):

@@ -30,8 +30,7 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.parallel.collectives import CLOCK, with_gradient
 
-IGNORE = -100
-"""The label of a position without a target."""
+IGNORE = -100  # the label of a position without a target
 
 
 class _VocabParallelLogProbabilities(torch.autograd.Function):

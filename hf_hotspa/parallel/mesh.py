@@ -191,8 +191,7 @@ class ProcessGroups:
 
 logger = logging.getLogger(__name__)
 
-_PEER = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")
-"""A peer's address as gloo writes it."""
+_PEER = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")  # a peer's address as gloo writes it
 
 
 class _Talks(Protocol):

@@ -298,8 +298,7 @@ def set_local_heads(attention: nn.Module, num_heads: int, num_key_value_heads: i
         attention.config = config
 
 
-SHARDED = frozenset({COLWISE, ROWWISE})
-"""The styles of projections that a block may have."""
+SHARDED = frozenset({COLWISE, ROWWISE})  # the styles of projections that a block may have
 _LOCAL = frozenset({EXPERTS, LATENT})
 """Styles whose parameter gradients are parts of the sum on each rank, whatever gathers the input."""
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-BASE = "base_layer"
-"""The name of the layer inside a wrapper."""
+BASE = "base_layer"  # the name of the layer inside a wrapper
 
 
 def is_wrapped(model: nn.Module) -> bool:

@@ -23,8 +23,7 @@ from hf_hotspa.plan.direct import Pieces, cut_pieces, plan_direct
 from hf_hotspa.plan.relay import plan_relay, relay_pays
 from hf_hotspa.plan.switch_plan import ANY, INTER, INTRA, SwitchPlan, prove
 
-PLANNERS = ("relay", "algorithm1", "round_robin", "first_owner")
-"""The planners, the default first."""
+PLANNERS = ("relay", "algorithm1", "round_robin", "first_owner")  # the planners, the default first
 
 
 def plan_load(
@@ -147,9 +146,7 @@ def _check_owners(pieces: Pieces, base: int, sources: Sequence[Layout], target: 
 # same way: orders whose costs differ by less than a relative 1e-9 count as equal, and the one nearest to the given order
 # wins.
 
-EXACT_PHASES = 8
-"""The most phases with an optimal order; beyond that, a local optimum."""
-
+EXACT_PHASES = 8  # the most phases with an optimal order; beyond that, a local optimum
 _TOLERANCE = 1e-9
 
 

@@ -30,29 +30,19 @@ from hf_hotspa.plan.switch_plan import RELAY, TARGET, PortLoads, SegmentPlan, ca
 
 K = TypeVar("K")
 
-Shares = tuple[tuple[int, float], ...]
-"""Ranks and their fractions, by rank; their sum is 1."""
+Shares = tuple[tuple[int, float], ...]  # ranks and their fractions, by rank; their sum is 1
 _Ranks = tuple[int, ...]
-_Amounts = dict[_Ranks, float]
-"""Bytes of each set of ranks (or nodes) that may send or get them."""
-_Parts = dict[_Ranks, dict[int, float]]
-"""How they are split over the ranks."""
-SHARE_ALIGNMENT = 64
-"""Shares of a stream of pieces begin on multiples of this many elements."""
-
-_Landings = dict[tuple[int, _Ranks], int]
-"""The number of each `(node, its needers)`, by first appearance."""
+_Amounts = dict[_Ranks, float]  # bytes of each set of ranks (or nodes) that may send or get them
+_Parts = dict[_Ranks, dict[int, float]]  # how they are split over the ranks
+SHARE_ALIGNMENT = 64  # shares of a stream of pieces begin on multiples of this many elements
+_Landings = dict[tuple[int, _Ranks], int]  # the number of each `(node, its needers)`, by first appearance
 
 TOLERANCE = 0.01
 """A NIC this much busier than its fair share is left alone: relaying so little costs a message and gains nothing."""
-MOST_SWEEPS = 40
-"""The most rounds of water-filling; regular layouts converge in two or three."""
-_SETTLED = 1e-3
-"""Water-filling ends when a round moves a smaller fraction of the bytes."""
-_BISECTIONS = 30
-"""Halvings of the interval when a level is searched."""
-_LEAST_SHARE = 1e-6
-"""A smaller share is rounding noise, and dropped."""
+MOST_SWEEPS = 40  # the most rounds of water-filling; regular layouts converge in two or three
+_SETTLED = 1e-3  # water-filling ends when a round moves a smaller fraction of the bytes
+_BISECTIONS = 30  # halvings of the interval when a level is searched
+_LEAST_SHARE = 1e-6  # a smaller share is rounding noise, and dropped
 
 
 class _Arrivals:

@@ -97,11 +97,8 @@ def adjoint(table: Numbers) -> Numbers:
 # Offsets into buffers are in elements, offsets into staging in bytes.
 
 
-WINDOW_ALIGNMENT = 16
-"""Windows and segments start on multiples of this many bytes: no element spans two windows."""
-
-RELAY_SLOTS = 3
-"""Groups that may use relay buffers at one time: one landing, one forwarded, one between."""
+WINDOW_ALIGNMENT = 16  # windows and segments start on multiples of this many bytes: no element spans two windows
+RELAY_SLOTS = 3  # groups that may use relay buffers at one time: one landing, one forwarded, one between
 
 
 class Wire(NamedTuple):
@@ -259,9 +256,7 @@ def node_bandwidths(cluster: Cluster) -> list[float]:
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-INTRA, INTER, ANY = "intra", "inter", "any"
-"""Links of a hop: inside nodes, between nodes, or both."""
-
+INTRA, INTER, ANY = "intra", "inter", "any"  # links of a hop: inside nodes, between nodes, or both
 _INVERSE = "inverse of "
 
 

@@ -26,9 +26,7 @@ from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVec
 from hf_hotspa.packing.pipeline_order import Beat
 from hf_hotspa.strategy import Strategy
 
-Room = int
-"""Position of a unit in forward order. The segments of a unit lie one after the other."""
-
+Room = int  # position of a unit in forward order. The segments of a unit lie one after the other.
 N = TypeVar("N")
 
 
@@ -120,8 +118,7 @@ class Rooms:
 
 # -- the program of a phase --------------------------------------------------------------------------------------------
 
-_AHEAD = 2
-"""A unit may be loaded after the visit two before its own."""
+_AHEAD = 2  # a unit may be loaded after the visit two before its own
 
 
 class UnitTransfer(NamedTuple):

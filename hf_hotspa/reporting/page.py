@@ -541,8 +541,7 @@ def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460
 
 SUFFIX = ".svg"
 _MAIN = {"loss": loss_panel, "step_time": time_panel, "switch_share": share_panel, "tokens_per_second": rate_panel}
-_MARGIN, _ROW, _KEY = 12, 16, 14
-"""Pixels: around text, between rows of text, and the width of a legend key."""
+_MARGIN, _ROW, _KEY = 12, 16, 14  # pixels: around text, between rows of text, and the width of a legend key
 
 
 def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:

@@ -87,10 +87,8 @@ def is_histogram(data: Any) -> bool:
 FORMAT = 1
 FILE_NAME = "hotspa_trace.jsonl"
 FOLDER_NAME = "hotspa_report"
-MOST_BYTES = 32 << 20
-"""The largest record: about 20,000 steps of two phases."""
-_LAST = 1000
-"""How many of the last steps, saves and evaluations are always kept."""
+MOST_BYTES = 32 << 20  # the largest record: about 20,000 steps of two phases
+_LAST = 1000  # how many of the last steps, saves and evaluations are always kept
 _REMEDY = "give the folder of a run that was trained with hotspa_report (the default), or its " + FILE_NAME
 
 
@@ -132,8 +130,7 @@ class Sums:
     rows: dict[str, Count] = field(default_factory=dict)
 
 
-ROW_CHANGES = ("truncated", "split", "dropped", "empty")
-"""Changes of rows; `num_truncated` and so on in `StepReport`."""
+ROW_CHANGES = ("truncated", "split", "dropped", "empty")  # changes of rows; `num_truncated` and so on in `StepReport`
 
 
 @dataclass(frozen=True)

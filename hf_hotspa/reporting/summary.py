@@ -11,8 +11,7 @@ from statistics import median
 from hf_hotspa.report import PhaseReport
 from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals, sums_of
 
-_CLEAR = 0.03
-"""Predicted differences below this do not count as a gain or a loss."""
+_CLEAR = 0.03  # predicted differences below this do not count as a gain or a loss
 _MUCH_SWITCHING = 0.25
 _MUCH_WAITING = 0.2
 

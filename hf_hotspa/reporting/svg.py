@@ -15,11 +15,9 @@ from xml.sax.saxutils import escape, quoteattr
 import numpy as np
 
 WIDTH, HEIGHT = 420, 230
-FONT = {"tick": 11.5, "label": 11.5, "marktext": 10.5}
-"""Font sizes in pixels by class of text; as in `chart.css`."""
+FONT = {"tick": 11.5, "label": 11.5, "marktext": 10.5}  # font sizes in pixels by class of text; as in `chart.css`
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 14, 34
-_ROW = 13
-"""Pixels between rows of mark texts."""
+_ROW = 13  # pixels between rows of mark texts
 _MOST_POINTS = 160
 
 
@@ -41,8 +39,7 @@ class Mark:
 
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_NARROW, _USUAL, _WIDE = 0.64, 0.66, 1.0
-"""Widths of characters in ems, of DejaVu Sans, the widest of the common fonts."""
+_NARROW, _USUAL, _WIDE = 0.64, 0.66, 1.0  # widths of characters in ems, of DejaVu Sans, the widest of the common fonts
 
 
 def short(value: float) -> str:

@@ -36,7 +36,7 @@ _ROLES = {
 }
 _FLAGS = {"weight": True, "train": True, "training": True, "trainable": True, "loss": True, "masked": False}
 """Keys of messages -> the value with which an answer is learned: of OpenAI, axolotl, tinker, ms-swift, torchtune."""
-_COUNTS = {
+_COUNTS = {  # words in other keys that may say what is learned
     *(
         "train",
         "trained",
@@ -53,7 +53,6 @@ _COUNTS = {
     *("mask", "masks", "masked", "masking", "unmask", "unmasked", "weight", "weights", "supervise", "supervised"),
     *("ignore", "ignored", "exclude", "excluded", "skip", "skipped"),
 }
-"""Words in other keys that may say what is learned."""
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _YES_OR_NO = ("true", "false", "yes", "no", "0", "1")
 _REASONING = ("reasoning_content", "reasoning", "thinking")

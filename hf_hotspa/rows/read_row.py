@@ -67,9 +67,7 @@ LENGTH_COLUMNS = ("seq_lengths", "seq_lens")
 BOUNDARY_COLUMNS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 CUT_COLUMNS = ("position_ids", *LENGTH_COLUMNS, *BOUNDARY_COLUMNS, "seq_idx")
 _CUTS = frozenset(CUT_COLUMNS)
-TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "attention_mask", *CUT_COLUMNS)
-"""All columns that are read."""
-
+TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "attention_mask", *CUT_COLUMNS)  # all columns that are read
 _NO_CUTS = np.zeros(0, np.int64)
 
 

@@ -14,17 +14,13 @@ from hf_hotspa.search.search import Choice
 from hf_hotspa.strategy import Bucket, Strategy
 
 _GIB, _MIB = 1 << 30, 1 << 20
-_SAME = 0.02
-"""Seconds that differ by less, as a share, count as equal."""
-_NEAREST = 0.08
-"""Plans that are slower than the fastest by less, as a share, are not distinguished by a time model."""
+_SAME = 0.02  # seconds that differ by less, as a share, count as equal
+_NEAREST = 0.08  # plans that are slower than the fastest by less, as a share, are not distinguished by a time model
 _COLUMNS = ["up to", "strategy", "pack", "rows", "packs", "compute s", "switch s"]
 _LINKS = ["seconds of switches", "links in nodes", "links between nodes"]
 _LINK_KEYS = ("switch_seconds_in_nodes", "switch_seconds_between_nodes")
-WIDTH = 80
-"""Columns of a terminal that printed text keeps to."""
-_LABEL = 54
-"""Columns of these for the first column of the table of seconds."""
+WIDTH = 80  # columns of a terminal that printed text keeps to
+_LABEL = 54  # columns of these for the first column of the table of seconds
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,8 @@ from hf_hotspa.search.partition import best_partitions
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.typed import reading_state
 
-MARGIN = 0.03
-"""How much faster than the previous phases another choice must be, as a share."""
-_WORTH_A_PHASE = 0.02
-"""How much faster a choice with more phases must be: less is within the error of any time model."""
+MARGIN = 0.03  # how much faster than the previous phases another choice must be, as a share
+_WORTH_A_PHASE = 0.02  # how much faster a choice with more phases must be: less is within the error of any time model
 _MOST_EDGES = 16
 _MOST_PHASES = 3
 
@@ -56,8 +54,7 @@ class Selection:
         return tuple(bucket.strategy for bucket in self.buckets)
 
 
-_Phases = tuple[tuple[int, int, int], ...]
-"""`(bucket of the pool, low, high)` of each phase, by length."""
+_Phases = tuple[tuple[int, int, int], ...]  # `(bucket of the pool, low, high)` of each phase, by length
 
 
 class Selector:

@@ -21,10 +21,8 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 Array = npt.NDArray[np.float64]
 
-_AT_A_TIME = 1 << 14
-"""Estimates computed at a time."""
-_ROUNDING = 1e-9
-"""Rounding error of sums of seconds, as a share."""
+_AT_A_TIME = 1 << 14  # estimates computed at a time
+_ROUNDING = 1e-9  # rounding error of sums of seconds, as a share
 
 
 def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:

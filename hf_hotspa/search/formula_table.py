@@ -24,8 +24,7 @@ MISPRINTS = (
 )
 _GIB, _MIB = 1 << 30, 1 << 20
 _MOST = 1 << 20
-_FULL = 4
-"""A pipeline of equal packs is simulated for so many times its stages; each further pack adds the same."""
+_FULL = 4  # a pipeline of equal packs is simulated for so many times its stages; each further pack adds the same
 
 
 @dataclass(frozen=True)

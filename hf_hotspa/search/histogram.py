@@ -27,14 +27,11 @@ from hf_hotspa.whole_file import read_json, write_json
 
 KIND = "hf_hotspa length histogram"
 SCHEMA_VERSION = 1
-SHORTEST = 16
-"""Tokens of the shortest synthetic sequence."""
+SHORTEST = 16  # tokens of the shortest synthetic sequence
 _MOST_DIGITS = 12
-LONGEST = 32768
-"""The longest synthetic sequence, if the model has enough positions."""
+LONGEST = 32768  # the longest synthetic sequence, if the model has enough positions
 _SEQUENCES = 2048
-_MINI_BATCHES = 64
-"""Lengths are drawn for so many sequences, or for so many mini-batches if these are small."""
+_MINI_BATCHES = 64  # lengths are drawn for so many sequences, or for so many mini-batches if these are small
 MOST_SEQUENCES = 1 << 14
 
 DISTRIBUTIONS = ("commoncrawl", "github", "uniform", "chat")
@@ -201,12 +198,9 @@ def _fitting(lengths: Iterable[int], longest: int, policy: str) -> Iterable[int]
                 yield length % longest
 
 
-_KEPT, _LEAST = 2048, 256
-"""How many of the last sequences are compared, and the least number for a comparison."""
-_EVERY = 8
-"""Mini-batches between two comparisons."""
-_FAR = 0.3
-"""A distance, of at most 1, that requires another plan: two draws from one distribution are nearer."""
+_KEPT, _LEAST = 2048, 256  # how many of the last sequences are compared, and the least number for a comparison
+_EVERY = 8  # mini-batches between two comparisons
+_FAR = 0.3  # a distance, of at most 1, that requires another plan: two draws from one distribution are nearer
 _BINS = 64
 
 

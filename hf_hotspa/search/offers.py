@@ -28,8 +28,7 @@ from hf_hotspa.strategy import Strategy, expert_strategies
 CHUNK_SIZES = (16384, 8192, 4096, 2048, 1024, 512, 256)
 """Chunk sizes tried, in tokens: below, launches and the second pass over keys and values cost more than they save."""
 _GRAPHS = (15, 7, 3, 1)
-Held = Callable[[Strategy], int]
-"""The longest sequence that a strategy holds, in tokens."""
+Held = Callable[[Strategy], int]  # the longest sequence that a strategy holds, in tokens
 
 
 def with_chunks(
@@ -132,10 +131,8 @@ def _that_hold(strategies: Iterable[Strategy], longest: int, tokens: Held, *, in
 MARGIN = 0.03
 """How much better than the best single strategy a pool must be; and, in a run, a single strategy than one with fewer
 ranks to a replica. Less is within the error of a calibrated time model."""
-_FAMILIES = 3
-"""How many layouts whose replicas share packs are searched separately: those that could be the fastest."""
-_DEGREES = 2
-"""How many degrees of ep are tried beside one strategy: the smallest that holds the sequence, and one more."""
+_FAMILIES = 3  # how many layouts whose replicas share packs are searched separately: those that could be the fastest
+_DEGREES = 2  # how many degrees of ep are tried beside one strategy: the smallest that holds the sequence, and one more
 
 
 def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:

@@ -29,24 +29,19 @@ from typing import Any
 from hf_hotspa.report import RaceReport
 from hf_hotspa.typed import reading_state
 
-SHARE = 0.01
-"""What all races of a run may cost, as a share of its mini-batches."""
-_RESERVE = 0.3
-"""The share of that budget kept back, because trials can take longer than expected."""
+SHARE = 0.01  # what all races of a run may cost, as a share of its mini-batches
+_RESERVE = 0.3  # the share of that budget kept back, because trials can take longer than expected
 _CLEARLY = (math.inf, 0.12, 0.06, 0.03, 0.0)
 """By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; the last value holds
 for more rounds. One round decides nothing: another process may have used the machine. With noise of 10 % a plan as fast
 as another leaves by chance in one of 30 races, where nothing is lost, and a faster plan seldom."""
-_SAME = 0.02
-"""Plans that differed by less than this in each of `_ENOUGH` rounds count as equal."""
+_SAME = 0.02  # plans that differed by less than this in each of `_ENOUGH` rounds count as equal
 _ENOUGH, _MOST_ROUNDS = 3, 8
-_COLD = 0.25
-"""Expected extra time of the first mini-batch of a strategy, as a share of one: memory and kernels."""
+_COLD = 0.25  # expected extra time of the first mini-batch of a strategy, as a share of one: memory and kernels
 _FAR = math.log(1.2)
 """How far behind, as a logarithm, the first run of a plan decides alone. A second run of such a plan costs more than a
 run of one that is near, and seldom changes the result."""
-_WATCHED, _REST = 8, 32
-"""Mini-batches that show a drift, and that must have passed since the last race."""
+_WATCHED, _REST = 8, 32  # mini-batches that show a drift, and that must have passed since the last race
 _MOVED, _BETTER = math.log(1.25), math.log(1.05)
 """How far the winner's seconds must have moved, and how much better another plan must look, to race again."""
 

@@ -98,28 +98,20 @@ class Choice:
         return ",".join(map(str, self.buckets))
 
 
-Phase = tuple[Strategy, int, int, int]
-"""`(strategy, low, high, pack tokens)`."""
-Phases = tuple[Phase, ...]
-"""By length."""
+Phase = tuple[Strategy, int, int, int]  # `(strategy, low, high, pack tokens)`
+Phases = tuple[Phase, ...]  # by length
 
 
-MOST_PHASES = 8
-"""More phases have never gained; the time of a search grows with them."""
-EXACT_PHASES = 600
-"""Phases (strategies x ranges x pack sizes) up to which every one is packed and simulated."""
+MOST_PHASES = 8  # more phases have never gained; the time of a search grows with them
+EXACT_PHASES = 600  # phases (strategies x ranges x pack sizes) up to which every one is packed and simulated
 _MOST_EDGES = 24
 _SEQUENCES_EVALUATED = 2048
-_KEPT = 32
-"""Pools kept for each arena and number of phases, by estimate."""
-_PATIENCE = 7
-"""Pools that are simulated in vain before the search ends."""
-_STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)
-"""By how many candidates an edge is moved at a time."""
+_KEPT = 32  # pools kept for each arena and number of phases, by estimate
+_PATIENCE = 7  # pools that are simulated in vain before the search ends
+_STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)  # by how many candidates an edge is moved at a time
 MOST_SINGLES, MOST_POOLS = 3, 1
 """How many other plans near the best one are reported: with a single strategy, and with several."""
-_SOME = 0.05
-"""The least time of every phase of a plan near another one, as a share of the plan's seconds."""
+_SOME = 0.05  # the least time of every phase of a plan near another one, as a share of the plan's seconds
 _KNOWN = 2
 """By how many times the usual margin two kinds may be behind and still be near: replicas alone, which everybody knows;
 and the fastest strategy that moves no layers while it computes, beside one that does (the time of moving on busy cores
@@ -127,10 +119,8 @@ is the hardest to predict)."""
 _MOVES = 0.08
 """By how much a plan that moves layers counts as slower than predicted when near plans are compared, for the same
 reason."""
-_SAME_ARENA = 0.01
-"""By how much of the memory limit arenas must differ to be searched separately."""
-_RARE = 0.01
-"""The weight of a mini-batch with a longest sequence that the histogram does not show."""
+_SAME_ARENA = 0.01  # by how much of the memory limit arenas must differ to be searched separately
+_RARE = 0.01  # the weight of a mini-batch with a longest sequence that the histogram does not show
 
 
 @dataclass(frozen=True)

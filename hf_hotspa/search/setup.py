@@ -31,11 +31,9 @@ from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_
 
 PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
 SCHEMA_VERSION = 1
-DTYPE = "bfloat16"
-"""The default dtype of weights and activations."""
+DTYPE = "bfloat16"  # the default dtype of weights and activations
 _MOST_DEVICES = 1 << 15
-NEAR = 0.02
-"""Up to how much slower than the chosen plan others are reported, as a share: training would try them."""
+NEAR = 0.02  # up to how much slower than the chosen plan others are reported, as a share: training would try them
 _SHOWN = (
     "nodes", "devices_per_node", "limit_bytes", "limit_source", "dtype", "optim", "task", "recompute", "sequence_parallel"
 )  # fmt: skip

@@ -53,8 +53,7 @@ class Leaf(torch.autograd.Function):
         return None, None, *[None] * len(gradients)
 
 
-ANCHOR = torch.zeros((), requires_grad=True)
-"""First argument of each `Leaf`; must require a gradient, never gets one."""
+ANCHOR = torch.zeros((), requires_grad=True)  # first argument of each `Leaf`; must require a gradient, never gets one
 
 
 class LazyLogits(Tensor):

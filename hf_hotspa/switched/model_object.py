@@ -428,13 +428,12 @@ def _some(names: list[str]) -> str:
 # * Parameters stay the same objects: references to them (optimizers, tied weights, the user's) stay valid.
 
 
-_FACTS = {
+_FACTS = {  # attributes that do not depend on the values
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_meta", "is_leaf", "is_cuda", "is_cpu", "is_xpu",
     "is_mps", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "names", "size", "dim", "numel", "nelement",
     "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "__len__",
     "requires_grad_", "is_same_size", "type", "retains_grad", "grad_fn", "output_nr",
 }  # fmt: skip
-"""Attributes that do not depend on the values."""
 
 _GRADIENTS = {"grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "_backward_hooks"}
 

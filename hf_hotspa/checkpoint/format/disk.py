@@ -19,12 +19,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from hf_hotspa.errors import DamagedCheckpointError
 
-MAX_JSON_BYTES = 256 << 20
-"""A larger JSON file is rejected before it is read."""
-
-MAX_HEADER_BYTES = 100_000_000
-"""The largest header of a safetensors file that the safetensors library reads."""
-
+MAX_JSON_BYTES = 256 << 20  # a larger JSON file is rejected before it is read
+MAX_HEADER_BYTES = 100_000_000  # the largest header of a safetensors file that the safetensors library reads
 Buffer = bytes | memoryview
 T = TypeVar("T")
 

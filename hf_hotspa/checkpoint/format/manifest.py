@@ -42,14 +42,12 @@ MANIFEST = "MANIFEST.json"
 KIND = "hf_hotspa checkpoint"
 SCHEMA_VERSION, WITH_BLOCKS = 2, 3
 """The format; and the one for checkpoints in which a value of a state stands for several elements (unknown to 2)."""
-STATE_FOLDER = "hotspa"
-"""The folder of files that only we read; the names below it are as in `Manifest.located`."""
+STATE_FOLDER = "hotspa"  # the folder of files that only we read; the names below it are as in `Manifest.located`
 STATE = f"{STATE_FOLDER}/state.json"
 BUFFERS = f"{STATE_FOLDER}/buffers.safetensors"
 TRAINER_STATE = "trainer_state.json"
 TRAINING_ARGUMENTS = "training_args.json"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""PEFT's names."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """The names under which transformers saves weights."""
 WEIGHT = "weight"

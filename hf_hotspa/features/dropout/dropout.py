@@ -43,12 +43,10 @@ from hf_hotspa.parallel.attention import AttentionDropout, PackedSequences, call
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.wrapped_model import unwrapped_modules
 
-_GOLDEN = -7046029254386353131
-"""2^64 divided by the golden ratio, as int64: the step of SplitMix64."""
+_GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64: the step of SplitMix64
 _MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685
 _MUR_1, _MUR_2 = -2048144789, -1028477387
-_AT_A_TIME = 1 << 18
-"""The most hashes at a time on CPU, where fitting into a cache is several times faster."""
+_AT_A_TIME = 1 << 18  # the most hashes at a time on CPU, where fitting into a cache is several times faster
 _LORA = ".lora_dropout."
 
 

@@ -255,10 +255,8 @@ def _each_sequence(
 
 CONVOLUTION, RECURRENCE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """The names by which families' forwards call the two functions that mix tokens."""
-_CHUNKS = (16, 32, 64)
-"""Possible chunk sizes of `delta_rule` in tokens; the cheapest is used."""
-_STEP = 1e6
-"""The cost of a step of the scan beside its products, in multiplications of one head."""
+_CHUNKS = (16, 32, 64)  # possible chunk sizes of `delta_rule` in tokens; the cheapest is used
+_STEP = 1e6  # the cost of a step of the scan beside its products, in multiplications of one head
 
 
 class StatePrefix(Protocol):

@@ -28,10 +28,8 @@ logger = logging.getLogger(__name__)
 BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
 RELEASES = {BITSANDBYTES: ">=0.50,<0.51", TORCHAO: ">=0.16,<0.19"}
 """Tested releases, as in setup.cfg. Others may move what is overridden of their classes."""
-_BNB_BLOCK = 256
-"""Elements that share one scale in bitsandbytes, which does not name the number."""
-_TORCHAO_LEAST = 4096
-"""Elements from which torchao quantizes a parameter; torchao does not name the number either."""
+_BNB_BLOCK = 256  # elements that share one scale in bitsandbytes, which does not name the number
+_TORCHAO_LEAST = 4096  # elements from which torchao quantizes a parameter; torchao does not name the number either
 _TORCHAO_KINDS = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit")
 _ELEMENTS, _SCALES, _MAPS = ("state1", "state2"), ("absmax1", "absmax2"), ("qmap1", "qmap2")
 """What bitsandbytes keeps per parameter: codes or fp32 values, the scales of blocks, and constant tables."""

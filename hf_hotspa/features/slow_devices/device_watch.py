@@ -33,8 +33,7 @@ from hf_hotspa.trainer.run_plan import RunPlan
 logger = logging.getLogger(__name__)
 
 _MOST_LOGGED = 10
-_WORTH_LOGGING = 0.05
-"""Smaller changes of shares since the last log line are only in the report."""
+_WORTH_LOGGING = 0.05  # smaller changes of shares since the last log line are only in the report
 _IMPUTED = {"zero": "0", "same": "the previous mini-batch's", "average": "the mean of the others"}
 
 

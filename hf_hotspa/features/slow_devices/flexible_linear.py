@@ -68,8 +68,7 @@ class ProductClock(WaitClock):
             return functional.linear(x, w, bias)
 
 
-PRODUCTS = ProductClock()
-"""Counts the matrix products that can migrate or be resized, in this process."""
+PRODUCTS = ProductClock()  # counts the matrix products that can migrate or be resized, in this process
 
 
 class GradientMemory:

@@ -31,16 +31,12 @@ from typing import Any
 from hf_hotspa.strategy import Strategy, as_written
 from hf_hotspa.typed import reading_state
 
-CHANGE = 0.10
-"""The paper's significant change of a runtime."""
+CHANGE = 0.10  # the paper's significant change of a runtime
 SLOW, RECOVERED = 1.3, 1.15
 """Relative step times: a device is slow from the first on, and has recovered below the second."""
-CLEAR = 1.5
-"""The gap, as a factor, to the next rank from which a minority of ranks is the measure."""
-ALIKE = 1.25
-"""Two mini-batches agree on a relative step time within this factor: a busy machine explains the rest."""
-LEAST_LOST_S = 0.03
-"""A device that loses less per mini-batch is not slow: scheduling noise of small models."""
+CLEAR = 1.5  # the gap, as a factor, to the next rank from which a minority of ranks is the measure
+ALIKE = 1.25  # two mini-batches agree on a relative step time within this factor: a busy machine explains the rest
+LEAST_LOST_S = 0.03  # a device that loses less per mini-batch is not slow: scheduling noise of small models
 
 
 @dataclass(frozen=True)
@@ -191,12 +187,8 @@ class SlowDevices:
 # -- what slow ranks hand over ----------------------------------------------------------------------------------------
 
 
-Curve = Callable[[float], float]
-"""Seconds as a function of the number of columns."""
-
-MOST = 0.95
-"""The largest share of its columns that a device can lose: a product needs some."""
-
+Curve = Callable[[float], float]  # seconds as a function of the number of columns
+MOST = 0.95  # the largest share of its columns that a device can lose: a product needs some
 _ROUNDS, _SETTLED = 200, 1e-9
 
 
@@ -370,8 +362,7 @@ def settled_semi(
     )
 
 
-Shares = tuple[float, ...]
-"""For each rank the share of its columns that it hands over."""
+Shares = tuple[float, ...]  # for each rank the share of its columns that it hands over
 
 
 def tensor_groups(strategy: Strategy) -> tuple[tuple[int, ...], ...]:

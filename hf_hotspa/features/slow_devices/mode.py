@@ -9,14 +9,9 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.seam import Options
 from hf_hotspa.strategy import Bucket, Strategy
 
-MODES = ("off", "watch", "balance", "migrate", "resize", "semi")
-"""The values of `hotspa_stragglers`."""
-
-GIVING = ("migrate", "resize", "semi")
-"""Modes in which ranks do not compute all of their products."""
-
-LOSSY = ("resize", "semi")
-"""Modes that are not exact."""
+MODES = ("off", "watch", "balance", "migrate", "resize", "semi")  # the values of `hotspa_stragglers`
+GIVING = ("migrate", "resize", "semi")  # modes in which ranks do not compute all of their products
+LOSSY = ("resize", "semi")  # modes that are not exact
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,7 @@ from hf_hotspa.typed import reading_state
 # -- partitions by relative step time ----------------------------------------------------------------------------------
 
 
-_Cut = tuple[StepTimes, tuple[int, ...]]
-"""Step times that partition stages, and step times of ranks that divide MLPs."""
+_Cut = tuple[StepTimes, tuple[int, ...]]  # step times that partition stages, and step times of ranks that divide MLPs
 
 
 class StageCuts:
@@ -196,10 +195,8 @@ class StageCuts:
 # (computing). All ranks agree on them in one gather per strategy.
 
 
-SHARES = (0.25, 0.5, 0.75)
-"""Shares of the columns that are measured."""
-MOST_TOKENS = 1024
-"""The pretest needs no more: costs are nearly proportional from there on."""
+SHARES = (0.25, 0.5, 0.75)  # shares of the columns that are measured
+MOST_TOKENS = 1024  # the pretest needs no more: costs are nearly proportional from there on
 _TIMES = 3
 
 

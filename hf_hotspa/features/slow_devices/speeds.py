@@ -79,8 +79,7 @@ def _read(numbers: list[Any]) -> Speeds | None:
 LEAST_GAIN = Fraction(5, 100)
 """A partition is replaced only if another is faster by this share: a switch costs seconds, and step times are measured."""
 
-StepTimes = tuple[tuple[int, ...], ...]
-"""See `StageCosts.step_times`."""
+StepTimes = tuple[tuple[int, ...], ...]  # see `StageCosts.step_times`
 
 
 def step_times_of_ranks(speeds: Sequence[float]) -> tuple[int, ...]:

@@ -44,10 +44,8 @@ from hf_hotspa.parallel.fused_attention import TakesGradients
 from hf_hotspa.parallel.pipeline import Pack, PackRunner, Stage, loss_of_packs
 from hf_hotspa.strategy import Strategy
 
-Pair = tuple[Tensor, Tensor]
-"""Keys and values, [1, K, P, D] each."""
-StateKey = tuple[nn.Module, str]
-"""A layer of linear attention, and the name of one of its states."""
+Pair = tuple[Tensor, Tensor]  # keys and values, [1, K, P, D] each
+StateKey = tuple[nn.Module, str]  # a layer of linear attention, and the name of one of its states
 
 
 @dataclass
