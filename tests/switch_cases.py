@@ -13,7 +13,7 @@ import torch
 from written_plans import transfers_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.engine.executor import Progress, SwitchExecutor, SwitchStats
+from hf_hotspa.engine.executor import SwitchExecutor, SwitchJob, SwitchStats
 from hf_hotspa.layout.placement import Layout, gradient_layout, strategy_layout
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.plan import rounds
@@ -256,7 +256,7 @@ def drive(
     rng: random.Random,
     *,
     staging_bytes: int | None = None,
-    progress: Callable[[int], Progress] | None = None,
+    progress: Callable[[int], SwitchJob] | None = None,
     devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> list[SwitchStats]:
     """Runs a switch of all ranks in this thread, the ranks in another random order in every step.

@@ -36,8 +36,8 @@ from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ADAM, ModelSizes
 from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.engine.device_memory import device_limit
 from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_known
+from hf_hotspa.engine.switching import device_limit
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.features.dropout.dropout import without_attention_dropout
 from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit

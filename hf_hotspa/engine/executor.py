@@ -12,13 +12,15 @@
 * After a failure in flight the executor does not run again: both ends may hold half a round.
 """
 
+import contextlib
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -169,18 +171,6 @@ _IN_FLIGHT = 2  # rounds in flight at a time
 _STORE_NAMES = {SOURCE: "source", SECOND: "second source", TARGET: "target", RELAY: "relay"}
 
 
-class Progress(Protocol):
-    """Couples a switch to the computation around it, segment by segment. Called in the switch's thread."""
-
-    def await_source(self, segments: Sequence[int]) -> None:
-        """Returns when these segments' source buffers may be sent."""
-        return
-
-    def target_complete(self, segments: Sequence[int]) -> None:
-        """Reports that these segments' target buffers are complete on this rank."""
-        return
-
-
 @dataclass
 class SwitchStats:
     """What one rank did in one switch.
@@ -271,8 +261,8 @@ class SwitchExecutor:
         # None only for segments outside the plan. Local copies are converted directly from source to target dtype.
         wire_dtypes: Wires,
         epoch: int,  # incremented by all ranks with each switch; separates the messages of switches
-        # receives complete segments, and waits for unready ones; None if nothing is computed beside
-        progress: Progress | None = None,
+        # couples the switch to the computation around it, segment by segment; None if nothing is computed beside
+        progress: "SwitchJob | None" = None,
         second: Buffers | None = None,  # the buffers of the second source layout, if any
     ) -> Generator[None, None, SwitchStats]:
         """Runs this rank's part of a plan; the target buffers are complete at the end. Yields once per round, between
@@ -316,7 +306,9 @@ class SwitchExecutor:
             except StopIteration as end:
                 return end.value
 
-    def _start(self, bound: Binding, index: int, epoch: int, stats: SwitchStats, progress: Progress | None) -> _Flight:
+    def _start(
+        self, bound: Binding, index: int, epoch: int, stats: SwitchStats, progress: "SwitchJob | None"
+    ) -> _Flight:
         """Packs and posts a round (the first of a group once its source is ready); meanwhile makes a load's local copies."""
         current, tensors, accumulate = bound.schedule.rounds[index], bound.rounds[index], bound.plan.accumulate
         assert tensors is not None
@@ -352,7 +344,7 @@ class SwitchExecutor:
         stats.num_messages += len(current.sends) + len(current.receives)
         return index, handle
 
-    def _finish(self, bound: Binding, flight: _Flight, stats: SwitchStats, progress: Progress | None) -> None:
+    def _finish(self, bound: Binding, flight: _Flight, stats: SwitchStats, progress: "SwitchJob | None") -> None:
         index, handle = flight
         current, tensors, begin = bound.schedule.rounds[index], bound.rounds[index], time.perf_counter()
         assert tensors is not None
@@ -435,20 +427,15 @@ class SwitchExecutor:
                 continue
             buffers, role = stores[store], _STORE_NAMES[store]
             buffer = buffers[segment] if segment < len(buffers) else None
+            device = self._master_device if store == (TARGET if plan.accumulate else SOURCE) else self.device
+            problem = ""
             if buffer is None or buffer.dim() != 1 or buffer.numel() < extent or not buffer.is_contiguous():
                 actual = "none" if buffer is None else f"{tuple(buffer.shape)} with strides {buffer.stride()}"
-                raise PlanError(
-                    f"switch {plan.name!r} needs a flat {role} buffer of {extent} elements for segment {segment}, found {actual}",
-                    where=f"rank {self.rank}",
-                    why="nothing was sent",
-                )
-            device = self._master_device if store == (TARGET if plan.accumulate else SOURCE) else self.device
-            if buffer.device.type != device.type:
-                raise PlanError(
-                    f"switch {plan.name!r}: the {role} buffer of segment {segment} is on {buffer.device}, not {device}",
-                    where=f"rank {self.rank}",
-                    why="nothing was sent",
-                )
+                problem = f" needs a flat {role} buffer of {extent} elements for segment {segment}, found {actual}"
+            elif buffer.device.type != device.type:
+                problem = f": the {role} buffer of segment {segment} is on {buffer.device}, not {device}"
+            if buffer is None or problem:
+                raise PlanError(f"switch {plan.name!r}{problem}", where=f"rank {self.rank}", why="nothing was sent")
             checked[store, segment] = buffer
             places.append(((store, segment), buffer.data_ptr(), buffer.numel(), buffer.dtype))
         return checked, places
@@ -485,7 +472,19 @@ def _relay_places(
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
 
-# A switch as a job: already over, or running beside the computation (`engine/worker.py`).
+# A switch as a job: already over, or run by `SwitchWorker` in a separate thread, beside the computation.
+#
+# * Switches run one after another in order of submission. All ranks submit the same switches in the same order, so their
+#   workers meet in the same one.
+# * A switch reads a segment only after its gate is open, and the segment may be used once `SwitchJob.wait` has returned
+#   for it. Nothing else couples a switch to the computation.
+# * An error ends its job, and everyone who waits for the job gets the same object. A cancelled job ends although its gate
+#   never opens. After either, no further switch is accepted: peers may hold half of one.
+#
+# On CUDA the thread uses a side stream. Completed segments and opened gates are events that the other side's stream waits
+# for, so host waits are short and the device order is kept. Buffers that both streams use belong to arenas, master store
+# and executor, which keep them between phases and reuse them only after the job was joined, so the caching allocator
+# never reuses them too early. The executor's temporary memory is allocated, used and freed under the side stream.
 
 
 class _Stamp:
@@ -610,7 +609,7 @@ class SwitchJob:
         if self._gate is not None:
             self._gate.cancel(error)
 
-    # -- the side of the worker: the executor's `Progress` ------------------------------------------------------------
+    # -- the side of the worker: the executor's progress ------------------------------------------------------------
 
     def await_source(self, segments: Sequence[int]) -> None:
         """Returns when these segments may be read."""
@@ -651,3 +650,96 @@ class SwitchJob:
         self._ended, self._run, self._error, self.stats = _Stamp(self._device), None, error, stats or self.stats
         self.succeeded = error is None  # last: `result` then takes no lock
         self._changed.notify_all()
+
+
+class SwitchWorker:
+    """Runs the switches of one rank in one thread, which starts with the first switch.
+
+    While jobs run, nobody else may use the executor.
+
+    Args:
+        on_failure: Called in the thread, at once, for a switch that failed (not: was cancelled): the caller may learn
+            of it only after its computation has waited in vain for a peer.
+    """
+
+    def __init__(self, device: torch.device, on_failure: Callable[[Exception], object] | None = None) -> None:
+        self.device, self._on_failure = device, on_failure
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._queue: queue.SimpleQueue[SwitchJob | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._under_way: list[SwitchJob] = []
+        self._end_reason: str | None = None
+        self._closed = False
+
+    def submit(self, name: str, run: Callable[[SwitchJob], SwitchStats], gate: SegmentGate | None = None) -> SwitchJob:
+        """Queues a switch; it starts when earlier ones are over.
+
+        The switch runs after the work so far in the caller's stream. Target buffers may be used once the job reports
+        them complete. Source buffers may be changed until the gate opens, and after the job. Raises `TransferError`: an
+        earlier switch failed or was cancelled.
+
+        Args:
+            run: Runs the switch, with the job as its progress.
+            gate: When source segments may be read; by default at once.
+        """
+
+        def reporting(job: SwitchJob) -> SwitchStats:
+            try:
+                return run(job)
+            except Exception as error:
+                if self._on_failure is not None and self._end_reason is None:
+                    self._on_failure(error)
+                raise
+
+        with self._lock:
+            if self._end_reason is not None or self._closed:
+                raise self._closed_error(name)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="hotspa-switch", daemon=True)
+                self._thread.start()
+            job = SwitchJob(name, reporting, gate, self.device)
+            self._under_way.append(job)
+            self._queue.put(job)
+        return job
+
+    def cancel(self, reason: str) -> None:
+        """Ends jobs that have not started or wait at their gate, and accepts no more. Does not wait.
+
+        A job that waits for a peer ends when the peer does its part, or at the transport's timeout.
+        """
+        with self._lock:
+            self._end_reason = self._end_reason or reason
+            under_way = list(self._under_way)
+        for job in under_way:
+            job.cancel(TransferError(f"switch {job.name!r} was cancelled", why=reason))
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Ends the thread after the current jobs, waiting up to `timeout` seconds; final. A thread that is stuck in a
+        transfer ends with the process."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(timeout)
+
+    def _closed_error(self, name: str) -> TransferError:
+        return TransferError(
+            f"switch {name!r} cannot run: an earlier one failed or was cancelled",
+            why=self._end_reason or "the worker is closed",
+            fix="end the job and start it again",
+        )
+
+    def _work(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self.device)
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            while (job := self._queue.get()) is not None:
+                if self._end_reason is not None:
+                    job.cancel(self._closed_error(job.name))
+                succeeded = job.execute()
+                with self._lock:
+                    self._under_way.remove(job)
+                    if not succeeded and self._end_reason is None:
+                        self._end_reason = f"switch {job.name!r} failed"

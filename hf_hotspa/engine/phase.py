@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch, PhaseBatch, idle_micro_batch
-from hf_hotspa.engine.device_memory import MemoryForecast
 from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchJob
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.overlap import GradientWatch, UnitStream, WeightGuard
-from hf_hotspa.engine.switching import Switching
+from hf_hotspa.engine.switching import MemoryForecast, Switching
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions, Overlap

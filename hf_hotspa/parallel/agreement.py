@@ -419,7 +419,7 @@ class Agreement:
         if self._mailbox is not None:  # all ranks are here, so earlier errors are over
             self._mailbox.begin_era(max(eras))
         if any(errors):
-            self._raise_first(text, max(errors))
+            self._raise_first(text, errors)
         if len(set(shown)) > 1:
             everyone = [json.loads(of_rank) for of_rank in self.texts(json.dumps(dict(facts or {})))]
             every_name = dict.fromkeys(name for of_rank in everyone for name in of_rank)
@@ -443,7 +443,7 @@ class Agreement:
             return [values]
         if sizes is None:
             sizes = [int(size) for size in self._gather(torch.tensor([len(values)], dtype=torch.int64))]
-        padded = values.new_zeros(max(sizes))
+        padded = values.new_zeros(max(max(sizes), 1))  # gathers need an element
         padded[: len(values)] = values
         return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
 
@@ -496,18 +496,14 @@ class Agreement:
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text; a collective call."""
-        data = text.encode()
-        sizes = [int(size) for size in self._gather(torch.tensor([len(data)], dtype=torch.int64))]
-        return [raw[:size].decode() for raw, size in zip(self._gather_bytes(data, max(sizes)), sizes, strict=True)]
+        return [raw.decode() for raw in self._bytes(text.encode())]
 
-    def _gather_bytes(self, data: bytes, longest: int) -> list[bytes]:
-        padded = torch.frombuffer(bytearray(data.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
-        return [row.numpy().tobytes() for row in self._gather(padded)]
+    def _bytes(self, data: bytes, sizes: Sequence[int] | None = None) -> list[bytes]:
+        return [part.numpy().tobytes() for part in self.vectors(torch.tensor(list(data), dtype=torch.uint8), sizes)]
 
-    def _raise_first(self, text: bytes, longest: int) -> NoReturn:
-        texts = [raw.rstrip(b"\0") for raw in self._gather_bytes(text, longest)]
-        first = next(rank for rank, raw in enumerate(texts) if raw)
-        raise _located(HotspaError.from_dict(json.loads(texts[first])), first)
+    def _raise_first(self, text: bytes, sizes: Sequence[int]) -> NoReturn:
+        first, raw = next((rank, raw) for rank, raw in enumerate(self._bytes(text, sizes)) if raw)
+        raise _located(HotspaError.from_dict(json.loads(raw)), first)
 
 
 @dataclass

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hf_hotspa.engine import executor
-from hf_hotspa.engine.executor import SegmentGate, SwitchExecutor, SwitchJob, SwitchStats
-from hf_hotspa.engine.worker import SwitchWorker
+from hf_hotspa.engine.executor import SegmentGate, SwitchExecutor, SwitchJob, SwitchStats, SwitchWorker
 from hf_hotspa.errors import HotspaError, PlanError, TransferError
 from tests.loopback import LoopbackHub
 from tests.switch_cases import check_rank, clone, load_case, return_case
