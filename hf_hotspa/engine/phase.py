@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -76,10 +76,10 @@ def phase_event(
 def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[SwitchEvent]:
     """A phase's load and return on this rank."""
     return [
-        SwitchEvent(step, "load", strategy, measured["load_s"], measured["load_busy_s"], int(measured["load_bytes"])),
         SwitchEvent(
-            step, "return", strategy, measured["return_s"], measured["return_busy_s"], int(measured["return_bytes"])
-        ),
+            step, act, strategy, measured[f"{act}_s"], measured[f"{act}_busy_s"], int(measured[f"{act}_bytes"])
+        )
+        for act in ("load", "return")
     ]
 
 
@@ -432,34 +432,28 @@ class PhaseRunner:
         for measure in COUNTED:
             if measure.name:
                 counted[measure.name] = int((total if measure.is_total else most)[measure.counted])
+        measures = dict[str, Any]()
+        for act in ("load", "return", "unit_load", "unit_return"):
+            measures[f"{act}_s"] = most[f"{act}_s"]
+            measures[f"{act}_bytes"] = int(total[f"{act}_bytes"])
+            # a rank's busy seconds include waiting for slower ranks: the shortest are the switch's own
+            measures[f"hidden_{act}_s"] = max(0.0, least[f"{act}_busy_s"] - most[f"{act}_s"])
         return PhaseReport(
             strategy=self.name,
             num_packs=phase.num_packs,
             num_sequences=phase.num_sequences,
             num_tokens=phase.num_tokens,
-            load_s=most["load_s"],
             compute_s=most["compute_s"],
             wait_s=most["wait_s"],
-            return_s=most["return_s"],
-            load_bytes=int(total["load_bytes"]),
-            return_bytes=int(total["return_bytes"]),
-            # a rank's busy seconds include waiting for slower ranks: the shortest are the switch's own
-            hidden_load_s=max(0.0, least["load_busy_s"] - most["load_s"]),
-            hidden_return_s=max(0.0, least["return_busy_s"] - most["return_s"]),
             capacity_tokens=capacity,
             busiest_tokens=busiest,
             longest_tokens=longest,
             squared_tokens=squared,
             frozen_bytes=self.frozen_bytes,
-            unit_load_s=most["unit_load_s"],
-            unit_return_s=most["unit_return_s"],
-            hidden_unit_load_s=max(0.0, least["unit_load_busy_s"] - most["unit_load_s"]),
-            hidden_unit_return_s=max(0.0, least["unit_return_busy_s"] - most["unit_return_s"]),
-            unit_load_bytes=int(total["unit_load_bytes"]),
-            unit_return_bytes=int(total["unit_return_bytes"]),
             context="" if self.replica.context is None else self.replica.context.way,
             context_bytes=int(total["context_bytes"]),
             counted=counted,
+            **measures,
         )
 
     @property
