@@ -76,9 +76,7 @@ def phase_event(
 def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[SwitchEvent]:
     """A phase's load and return on this rank."""
     return [
-        SwitchEvent(
-            step, act, strategy, measured[f"{act}_s"], measured[f"{act}_busy_s"], int(measured[f"{act}_bytes"])
-        )
+        SwitchEvent(step, act, strategy, measured[f"{act}_s"], measured[f"{act}_busy_s"], int(measured[f"{act}_bytes"]))
         for act in ("load", "return")
     ]
 
