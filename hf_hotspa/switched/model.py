@@ -52,6 +52,7 @@ from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.read_row import RowRules
 from hf_hotspa.strategy import Bucket
+from hf_hotspa.switched import model_object, passes
 from hf_hotspa.switched.calls import (
     ANCHOR,
     Announcements,
@@ -67,32 +68,6 @@ from hf_hotspa.switched.calls import (
     of_padding,
     too_many_logits,
     unreadable,
-)
-from hf_hotspa.switched.model_object import (
-    AdapterLayers,
-    ObjectChanges,
-    Route,
-    as_built,
-    before_steps,
-    fused_head,
-    guard,
-    nothing_to_train,
-    refuse_losses,
-    refuse_other_forward,
-    release,
-)
-from hf_hotspa.switched.passes import (
-    FLAT_COLUMNS,
-    ROW_COLUMNS,
-    Chosen,
-    Document,
-    Documents,
-    Exchange,
-    Numbers,
-    Passes,
-    Seeds,
-    facts_of,
-    read_batch,
 )
 
 LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_empty")
@@ -139,15 +114,19 @@ class SwitchedModel(DistributedDataParallel):
     ) -> None:
         nn.Module.__init__(self)
         options = replace(options or EngineOptions(), record_routers=True)
-        refuse_losses(options)
-        refuse_other_forward(bare_model(model)[0])
-        with as_built(bare_model(model)[0]):
+        model_object.refuse_losses(options)
+        model_object.refuse_other_forward(bare_model(model)[0])
+        with model_object.as_built(bare_model(model)[0]):
             self.engine = HotSPaEngine(model, buckets, options, weights=weights, device=device)
         self._own = options.loss if isinstance(options.loss, TokenLoss) else None
         columns = self._own.columns if self._own is not None else ()
-        self._passes, self._logit_bytes, self._guards = Passes(self.engine, columns, self._drop), logit_bytes, guards
+        self._passes, self._logit_bytes, self._guards = (
+            passes.Passes(self.engine, columns, self._drop),
+            logit_bytes,
+            guards,
+        )
         self._take_object(model, columns)
-        self._changes = ObjectChanges(model, self.engine)
+        self._changes = model_object.ObjectChanges(model, self.engine)
         self._changes.show(self.engine.model_digest)
         self._store: MasterStore | None = None
         self.report: StepReport | None = None
@@ -155,11 +134,11 @@ class SwitchedModel(DistributedDataParallel):
         self.step = self._version = self._written = self.missed = 0
         self.cut = dict.fromkeys(CUT, 0)
         self.assumptions = CallGradients(self._passes, self._own is not None, self._place, self._expects_logits)
-        beside = Exchange(self.engine.side_agreement(), self.engine.world_size)
+        beside = passes.Exchange(self.engine.side_agreement(), self.engine.world_size)
         announced = self._announcements = Announcements(beside, self._read, self._passes.planned, columns)
         self._meet = Meeting(self.engine.agreement, self._place, self._was_cleared, self._drop, announced)
         self._begin_step()
-        self._hook = before_steps(self)
+        self._hook = model_object.before_steps(self)
         if not self.engine.had_equal_weights:  # as DistributedDataParallel does
             self._changes.digest = None
             self.write_back()
@@ -169,11 +148,11 @@ class SwitchedModel(DistributedDataParallel):
         self.module, self.longest = model, self.engine.longest
         # both are read in each step: avoids a search in submodules
         self.__dict__.update(module=model, _bare=bare_model(model)[0])
-        head = fused_head(self._bare, self.engine.description.compute_dtype)
-        self._adapters = AdapterLayers(model, self.engine)
+        head = model_object.fused_head(self._bare, self.engine.description.compute_dtype)
+        self._adapters = model_object.AdapterLayers(model, self.engine)
         self._columns = columns
-        self._read: Callable[[Mapping[str, Tensor | None]], list[Document]] = partial(
-            read_batch,
+        self._read: Callable[[Mapping[str, Tensor | None]], list[passes.Document]] = partial(
+            passes.read_batch,
             vocab_size=self.engine.description.shape.vocab_size,
             longest=self.longest,
             rank=self.engine.rank,
@@ -184,7 +163,7 @@ class SwitchedModel(DistributedDataParallel):
         self._temperature = float(head.get("temperature", 1.0))
         # by mode: whether logits were read after a loss, in the last step or call and in this one
         self._expects_logits, self._used_logits = dict[tuple[bool, bool], bool](), dict[tuple[bool, bool], bool]()
-        self._route = Route(self._bare, self)
+        self._route = model_object.Route(self._bare, self)
         self._route.set(not self._guards)
 
     # -- what a Trainer uses as its model -----------------------------------------------------------------------------
@@ -226,7 +205,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads weights into the model and the shares of all ranks; an optimizer keeps its state. On all ranks."""
-        release(self.module)
+        model_object.release(self.module)
         keys = self.module.load_state_dict(state_dict, strict, assign)
         self.engine.master.fill(whole_parameters(self.module))
         self.weights_are(current=True)
@@ -267,14 +246,14 @@ class SwitchedModel(DistributedDataParallel):
     def show(self) -> None:
         """Like `refresh`; the next step uses weights that the caller then changes. Collective."""
         self.refresh()
-        release(self.module)
+        model_object.release(self.module)
         self._changes.show()
 
     def write_back(self) -> None:
         """Gives the model the current weights, if it holds any. Collective."""
         self._meet("write the weights back")
         if has_weights(self.module):
-            release(self.module)
+            model_object.release(self.module)
             self.engine.write_back(self.module)
             self._route.is_empty = False
             self._route.set(self._route.is_on)
@@ -314,7 +293,7 @@ class SwitchedModel(DistributedDataParallel):
             self._written = self._version
             self._changes.show()
         elif self._guards:
-            guard(self.module)
+            model_object.guard(self.module)
 
     def close(self) -> None:
         """Ends the engine; the model keeps the weights of the last `write_back`. Collective."""
@@ -322,21 +301,26 @@ class SwitchedModel(DistributedDataParallel):
         self._drop()
         self._announcements.close()
         self._route.close()
-        release(self.module)
+        model_object.release(self.module)
         self.engine.close()
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields this rank's batches, then batches without rows until all ranks' loaders have ended. Collective."""
-        iterator, empty = iter(loader), {name: torch.zeros((0, 1), dtype=torch.int64) for name in ROW_COLUMNS[:2]}
+        iterator, empty = (
+            iter(loader),
+            {name: torch.zeros((0, 1), dtype=torch.int64) for name in passes.ROW_COLUMNS[:2]},
+        )
         empty["labels"] = empty["input_ids"]
         while True:
             batch = next(iterator, None)
             if not any(self._meet("take a batch", flag=batch is not None)):
                 return
             if batch is not None:
-                empty = {k: v[:0] if isinstance(v, Tensor) else v for k, v in batch.items() if k not in FLAT_COLUMNS}
+                empty = {
+                    k: v[:0] if isinstance(v, Tensor) else v for k, v in batch.items() if k not in passes.FLAT_COLUMNS
+                }
             yield dict(batch if batch is not None else empty)
 
     def announce(self, batches: Sequence[Mapping[str, Any]], num_items: float | Tensor | None = None) -> None:
@@ -371,11 +355,11 @@ class SwitchedModel(DistributedDataParallel):
         self.trains, self.looks = begins, not begins
         self._route.set(begins)
         if not begins and self.is_current:
-            release(self.module)
+            model_object.release(self.module)
 
     def runs_by(
         self,
-        choose: Callable[[int, Sequence[int]], Chosen] | None = None,
+        choose: Callable[[int, Sequence[int]], passes.Chosen] | None = None,
         facts: Callable[[], Mapping[str, str]] | None = None,
         evaluated: tuple[Bucket, ...] | None = None,
     ) -> None:
@@ -406,7 +390,7 @@ class SwitchedModel(DistributedDataParallel):
         return f"step {self.step + 1}"
 
     def _begin_step(self) -> None:
-        self._documents, self._calls, self._waiting = Documents(), list[Call](), list[Call]()
+        self._documents, self._calls, self._waiting = passes.Documents(), list[Call](), list[Call]()
         self._window: Window | None = None  # with calls still to come
         self._has_gradients, self._gradient_version = False, -1
         self._passes.trained, self._passes.report = [], None
@@ -461,7 +445,7 @@ class SwitchedModel(DistributedDataParallel):
         error = unreadable(input_ids, others, self._columns, self.engine.rank) if others or input_ids is None else None
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         batch: dict[str, Tensor | None] = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
-        for name in ("seq_idx", *FLAT_COLUMNS, *self._columns):
+        for name in ("seq_idx", *passes.FLAT_COLUMNS, *self._columns):
             batch[name] = others.get(name)
         wants_loss = not fused_lm_head and (labels is not None or shift_labels is not None)
         function = vars(self._bare).get("_loss_function") if wants_loss and self._own is None else None
@@ -499,21 +483,21 @@ class SwitchedModel(DistributedDataParallel):
             request.adapters, words, adapters_error = self._adapters.inspect(bool(self._calls))
             request.changes, error = request.changes + words, error or adapters_error
         if error is None and request.trains and (not request.adapters or (begins and self._changes.all_frozen)):
-            error = nothing_to_train(request.adapters, self.engine.rank)
+            error = model_object.nothing_to_train(request.adapters, self.engine.rank)
         coming, window = list[Window](), None
         if error is None and request.trains:
             coming = self._announcements.windows
             window = self._window or (coming[0] if coming else None)
         index = len(window.batches) - len(self._waiting) if window is not None and self._waiting else 0
         comes_next = window is not None and window.is_next(index, request)
-        documents = list[Document]()
+        documents = list[passes.Document]()
         if error is None and not comes_next:
             try:
                 documents = self._read(request.batch)
             except HotspaError as wrong:
                 error = wrong
         is_new = window is not None and window is not self._window
-        mine = facts_of(documents, request.num_items)
+        mine = passes.facts_of(documents, request.num_items)
         try:
             flags = self._meet(request, error, comes_next, len(mine))
         finally:
@@ -524,7 +508,7 @@ class SwitchedModel(DistributedDataParallel):
         if begins:  # the weights are old until the step has ended and the object is shown again
             self._changes.digest = None
             if self._guards and self._written == self._version:  # else it is guarded
-                guard(self.module)
+                model_object.guard(self.module)
         if request.trains and not self._calls:
             self.engine.drop_gradients()
             self._gradient_version = self.engine.master.gradient_version  # later changes are noticed
@@ -535,11 +519,11 @@ class SwitchedModel(DistributedDataParallel):
         if any(flags):  # another rank got another batch than it had announced
             read = self.engine.agreement.run
             documents = read(self._place(), lambda: self._read(request.batch) if comes_next else documents)
-            mine, sizes = facts_of(documents, request.num_items), None
+            mine, sizes = passes.facts_of(documents, request.num_items), None
         if request.trains:
             self._window, self._waiting = None, []
         facts = self._passes.exchange.facts(mine, sizes)
-        of_step = self._documents if request.trains else Documents()
+        of_step = self._documents if request.trains else passes.Documents()
         call = Call(request.batch, documents, facts, of_step, self.engine.rank, self._version, self.training)
         if request.trains:
             self._calls.append(call)
@@ -614,7 +598,7 @@ class SwitchedModel(DistributedDataParallel):
         elif call.assumed is None:
             together = [call] if request.num_items is None else [call, *self._waiting]
             everything = [number for one in together for number in one.everything]
-            seeds = Seeds(own=(1.0 / items, self.assumptions.expected / world))
+            seeds = passes.Seeds(own=(1.0 / items, self.assumptions.expected / world))
             numbers = self._train(everything, seeds, (self.training, 1.0))
             for one in together:
                 one.assumed, one.own = self.assumptions.expected, numbers.own / len(together) / world
@@ -633,7 +617,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def _score_documents(
         self, call: Call, numbers: Sequence[int], request: Request, fields: int, with_logits: bool, own: bool = False
-    ) -> Numbers:
+    ) -> passes.Numbers:
         return self._passes.score(
             call.of_step,
             numbers,
@@ -656,7 +640,7 @@ class SwitchedModel(DistributedDataParallel):
         for call in calls:
             call.temperature = self._temperature if request.fields else 1.0
             everything += call.everything
-        seeds, numbers = self.assumptions.assume(calls, known), Numbers()
+        seeds, numbers = self.assumptions.assume(calls, known), passes.Numbers()
         active = set(everything) if known.given is None else self.assumptions.active(seeds)
         if idle := sorted(set(everything) - active):
             scored = replace(request, trains=False)  # keeps no graphs of them
@@ -671,8 +655,8 @@ class SwitchedModel(DistributedDataParallel):
                 call.assumed = call.assumed * call.probabilities()
 
     def _train(
-        self, numbers: Sequence[int], seeds: Seeds, mode: tuple[bool, float], fields: int = 0, sums: bool = False
-    ) -> Numbers:
+        self, numbers: Sequence[int], seeds: passes.Seeds, mode: tuple[bool, float], fields: int = 0, sums: bool = False
+    ) -> passes.Numbers:
         trained = self._passes.train(
             self._documents, numbers, seeds, step=self.step, add=self._has_gradients,
             training=mode[0], temperature=mode[1], fields=fields, sums=sums,
@@ -824,7 +808,7 @@ class SwitchedModel(DistributedDataParallel):
         self.step += 1
         self._begin_step()
 
-    def _train_seeds(self, calls: Sequence[Call], seeds: Seeds) -> None:
+    def _train_seeds(self, calls: Sequence[Call], seeds: passes.Seeds) -> None:
         active = self.assumptions.active(seeds)
         if self.engine.updates is not None and active:
             raise UnsupportedError(
@@ -860,7 +844,7 @@ class FrozenModel(SwitchedModel):
     def __init__(self, owner: SwitchedModel, model: nn.Module) -> None:
         nn.Module.__init__(self)
         self.engine, self._passes, self._logit_bytes = owner.engine, owner._passes, owner._logit_bytes
-        with as_built(bare_model(model)[0]):
+        with model_object.as_built(bare_model(model)[0]):
             self._store = owner.engine.frozen_weights(model)
         self._own, self._guards = None, owner._guards
         self._take_object(model)
