@@ -25,15 +25,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from hf_hotspa.checkpoint.format.disk import (
-    DTYPES,
-    FileRecord,
-    check_name,
-    file_digest,
-    open_inside,
-    parse_object,
-    read_text,
-)
+from hf_hotspa.checkpoint.format import disk
 from hf_hotspa.errors import DamagedCheckpointError
 from hf_hotspa.layout.placement import MASTER_ALIGNMENT
 from hf_hotspa.typed import typed
@@ -73,7 +65,7 @@ def stored_as(text: str) -> tuple[str, int]:
     text is invalid."""
     dtype, slash, each = text.partition("/")
     number = int(each) if slash else 1
-    if dtype not in DTYPES or number < 1 or MASTER_ALIGNMENT % number:
+    if dtype not in disk.DTYPES or number < 1 or MASTER_ALIGNMENT % number:
         raise ValueError(text)
     return dtype, number
 
@@ -121,7 +113,7 @@ class Manifest:
     resumable: bool  # False if only the model was saved
     run: str
     versions: dict[str, str]  # of hf_hotspa, torch and transformers
-    files: Annotated[tuple[FileRecord, ...], _AT_MOST]  # every file but the manifest
+    files: Annotated[tuple[disk.FileRecord, ...], _AT_MOST]  # every file but the manifest
     segments: Annotated[tuple[SavedSegment, ...], _AT_MOST]
     parameters: Annotated[tuple[SavedParameter, ...], _AT_MOST]
     schema_version: int = SCHEMA_VERSION  # the format, 1 to 3; `format_of`
@@ -192,7 +184,7 @@ class Manifest:
     def parse(cls, text: str, where: str) -> "Manifest":
         """The inverse of `text`. Raises `DamagedCheckpointError`: the text is not an output of `text`, or is
         impossible."""
-        data = parse_object(text, MANIFEST, where)
+        data = disk.parse_object(text, MANIFEST, where)
         if data.get("kind") != KIND:
             raise DamagedCheckpointError(f"{MANIFEST} is not a {KIND}", where=where)
         if data.get("schema_version") not in (1, SCHEMA_VERSION, WITH_BLOCKS):
@@ -210,7 +202,7 @@ class Manifest:
         if problem := _problem(manifest):
             raise DamagedCheckpointError(f"{MANIFEST} is impossible: {problem}", where=where)
         for file in manifest.files:
-            check_name(file.name, where)
+            disk.check_name(file.name, where)
         return manifest
 
 
@@ -294,7 +286,7 @@ def _problem_of_parameters(manifest: Manifest) -> str | None:
         if parameter.exported_name not in own or seen.intersection(own) or len(set(own)) < len(own):
             return f"the names of parameter {parameter.name!r}"
         seen.update(own)
-        if parameter.states.get(WEIGHT) not in DTYPES or parameter.model_dtype not in DTYPES:
+        if parameter.states.get(WEIGHT) not in disk.DTYPES or parameter.model_dtype not in disk.DTYPES:
             return f"the states of parameter {parameter.name!r}"
         try:
             each = [stored_as(stored)[1] for stored in parameter.states.values()]
@@ -318,7 +310,7 @@ def _problem_of_sizes(manifest: Manifest) -> str | None:
     for parameter in manifest.parameters:
         stored = [stored_as(text) for text in parameter.states.values()]
         for rank, low, high in manifest.holders(parameter, 0, parameter.numel):
-            needed[rank] += sum(num_values(low, high, each) * DTYPES[dtype][1] for dtype, each in stored)
+            needed[rank] += sum(num_values(low, high, each) * disk.DTYPES[dtype][1] for dtype, each in stored)
     for name, least in zip(_shares(manifest), needed, strict=True):
         if least > sizes.get(name, 0):
             return f"{name!r} is too small for its tensors"
@@ -330,7 +322,7 @@ def read_manifest(folder: Path) -> Manifest:
     missing, or was changed."""
     if not os.path.lexists(folder / MANIFEST):
         raise _no_checkpoint(folder)
-    return Manifest.parse(read_text(folder, MANIFEST, _MAX_MANIFEST_BYTES), str(folder))
+    return Manifest.parse(disk.read_text(folder, MANIFEST, _MAX_MANIFEST_BYTES), str(folder))
 
 
 def _no_checkpoint(folder: Path) -> DamagedCheckpointError:
@@ -367,14 +359,14 @@ def verify_files(
         rewritten(failure)
 
 
-def _verify_file(folder: Path, record: FileRecord) -> None:
-    with open_inside(folder, record.name) as file:
+def _verify_file(folder: Path, record: disk.FileRecord) -> None:
+    with disk.open_inside(folder, record.name) as file:
         size = file.seek(0, 2)
         if size != record.size:
             raise DamagedCheckpointError(
                 f"{record.name!r} has {size} bytes instead of {record.size}", where=str(folder)
             )
-        if file_digest(file) != record.sha256:
+        if disk.file_digest(file) != record.sha256:
             raise DamagedCheckpointError(f"{record.name!r} was changed after it was written", where=str(folder))
 
 
