@@ -140,6 +140,11 @@ class Strategy:
         return not self.z and not self.ck and self.ep == 1
 
     @property
+    def cuts_packs(self) -> bool:
+        """Whether packs are computed in parts, one after the other."""
+        return self.ck > 0
+
+    @property
     def exchanges_tokens(self) -> bool:
         """Whether ranks send each other tokens in every layer."""
         return self.cp > 1 or self.ep > 1

@@ -367,10 +367,8 @@ class PhaseRunner:
     @property
     def can_keep(self) -> bool:
         """Whether graphs can outlive a forward: one stage always has all layers, weights, and complete packs."""
-        strategy = self.mesh.strategy
-        return not (
-            strategy.num_stages > 1 or strategy.ck or strategy.z or self._keeps_step or self.replica.calls["loss"]
-        )
+        strategy, losses = self.mesh.strategy, self.replica.calls["loss"]
+        return not (strategy.num_stages > 1 or strategy.cuts_packs or strategy.z or self._keeps_step or losses)
 
     def _begin_units(
         self, stream: UnitStream, plan: PhasePlan | None, most_tokens: int | None, is_trained: bool

@@ -155,7 +155,7 @@ class ContextParallel:
 
     def parts(self, lengths: Sequence[int]) -> list[Shares]:
         """The shares of all ranks in a pack, or in each of its chunks, in their forward order."""
-        if not self._strategy.ck:
+        if not self._strategy.cuts_packs:
             return [self.shares(lengths)]
         ends = list(accumulate(lengths))
         chunks = [chunk for chain in cut_for(self._strategy, lengths, self._pair_cost) for chunk in chain]

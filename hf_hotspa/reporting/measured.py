@@ -26,7 +26,7 @@ def known_as(name: str) -> str:
         strategy = Strategy.parse(name)
     except StrategyError:
         return name
-    plain = 1 < strategy.dp == prod(strategy.degrees) and not strategy.ck
+    plain = 1 < strategy.dp == prod(strategy.degrees) and not strategy.cuts_packs
     return f"{_KNOWN_AS[strategy.z]} ({name})" if plain else name
 
 

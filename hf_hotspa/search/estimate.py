@@ -251,7 +251,7 @@ class Evaluator:
         computed = num_packs = 0.0
         most_tokens = Bucket(strategy, high, pack_tokens).most_tokens
         bounds = self._bounds(strategy, low, high, pack_tokens) if most < math.inf else {}
-        if strategy.pp > 1 and strategy.v == 1 and not strategy.ck:
+        if strategy.pp > 1 and strategy.v == 1 and not strategy.cuts_packs:
             bounds = {index: max(bound, self._queueing(index, *key)) for index, bound in bounds.items()}
         least = sum(bounds.values())
         used = self._used(low, high)
@@ -305,7 +305,8 @@ class Evaluator:
         (costs, through), streams = self._time.different_costs(strategy), self._time.streams
         slots, z = self._time.slots, strategy.z
         once = streams.once_s(strategy) if z and streams is not None else 0.0
-        moving = streams.pack_s(strategy) if z and streams is not None and strategy.pp == 1 and not strategy.ck else 0.0
+        alone = strategy.pp == 1 and not strategy.cuts_packs
+        moving = streams.pack_s(strategy) if z and streams is not None and alone else 0.0
         for index, (batch, weight) in enumerate(self._batches):
             sums, square_sums = self._tokens[index], self._squares[index]
             first, end = bisect_right(batch, low), bisect_right(batch, high)
@@ -319,7 +320,7 @@ class Evaluator:
                     busiest,
                     sum(loads[cost] * times for cost, times in costs.items()) * strategy.tp * strategy.cp / slots,
                 )
-                if not strategy.ck and not shares:  # chunks of a sequence are on several stages at a time
+                if not strategy.cuts_packs and not shares:  # chunks of a sequence are on several stages at a time
                     busiest = max(busiest, through.seconds(batch[end - 1] ** 2, batch[end - 1]))
                 least = max(busiest + once, -(-packs // strategy.dp) * moving)
                 bounds[index] = weight * (least + self._time.fixed_s)

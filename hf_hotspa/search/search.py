@@ -299,7 +299,7 @@ class _Search:
             left = number
             for phases in sorted(group, key=order):
                 (strategy, *_), *others = phases
-                replicas = not others and strategy.ranks_of_a_replica == 1 and not strategy.ck
+                replicas = not others and strategy.ranks_of_a_replica == 1 and not strategy.cuts_packs
                 known = replicas or phases == whole
                 behind = self._seconds(phases) > least * (1 + near * (_KNOWN if known else 1))
                 some = all(self._seconds((phase,)) >= _SOME * least for phase in phases)
@@ -387,7 +387,7 @@ class _Search:
             round_s = min(round_s, seconds) if rounds else round_s
         self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]
         # tried even if predicted to be far behind: what everybody knows, and what moves no layers
-        replicas = [each for each in options if each[1].ranks_of_a_replica == 1 and not each[1].ck]
+        replicas = [each for each in options if each[1].ranks_of_a_replica == 1 and not each[1].cuts_packs]
         unmoved = [each for each in options if each[1].z < 3]
         for known in (replicas, unmoved) if near else ():
             self._singles += [((strategy, *whole, tokens),) for _, strategy, tokens in sorted(known)[:1]]

@@ -85,7 +85,7 @@ class Singles:
             try:
                 choice = plan(strategy).choice
                 timed.append((choice.static_seconds, choice.static))
-                if choice.static.strategy.ck:
+                if choice.static.strategy.cuts_packs:
                     rejected[strategy] = f"does not fit in {room}, but in chunks"
             except DeviceMemoryError:
                 rejected[strategy] = f"does not fit in {room}"
