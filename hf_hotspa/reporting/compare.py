@@ -82,15 +82,10 @@ _MODEL = ("name", "family", "parameters", "layers")
 
 
 def _not_alike(a: RunLog, b: RunLog, pairs: Sequence[tuple[StepReport, StepReport]]) -> tuple[str, ...]:
-    model, lengths = (
-        ([run.facts.model.get(name) for name in _MODEL] for run in (a, b)),
-        (a.facts.lengths, b.facts.lengths),
-    )
-    one, other = model
-    known = None not in lengths
+    one, other = a.facts, b.facts
     differs = {
-        "model": one != other,
-        "data": known and lengths[0] != lengths[1],
+        "model": any(one.model.get(name) != other.model.get(name) for name in _MODEL),
+        "data": one.lengths is not None and other.lengths is not None and one.lengths != other.lengths,
         "mini-batches": any(x.num_rows != y.num_rows or x.num_tokens != y.num_tokens for x, y in pairs),
     }
     return tuple(name for name, does in differs.items() if does)
@@ -175,11 +170,10 @@ def strategy_rows(comparison: Comparison) -> list[list[str]]:
 def compare_page(a: RunLog, b: RunLog, comparison: Comparison) -> str:
     """Returns the page of a comparison."""
     steps = [float(step) for step in comparison.steps]
-    in_a, in_b = ({record.step: record.report.loss for record in run.steps} for run in (a, b))
-    losses = [
-        Series(name, style, [side[s] for s in comparison.steps])
-        for name, style, side in (("A", "s0", in_a), ("B", "s4", in_b))
-    ]
+    losses = []
+    for name, style, run in (("A", "s0", a), ("B", "s4", b)):
+        of_steps = {record.step: record.report.loss for record in run.steps}
+        losses.append(Series(name, style, [of_steps[step] for step in comparison.steps]))
     seconds = [Series("A", "s0", comparison.a_seconds), Series("B", "s4", comparison.b_seconds)]
     count, both = len(steps), (("s0", "A"), ("s4", "B"))
     differences = svg.lines("Loss difference", steps, [Series("B - A", "s2", comparison.loss_differences)])

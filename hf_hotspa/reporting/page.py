@@ -8,7 +8,7 @@ and style, on white.
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -18,7 +18,7 @@ import numpy as np
 
 from hf_hotspa.report import COUNTED
 from hf_hotspa.reporting import svg
-from hf_hotspa.reporting.run_log import RunLog, length_histogram, read_run_log
+from hf_hotspa.reporting.run_log import RunLog, StepRecord, length_histogram, read_run_log
 from hf_hotspa.reporting.summary import advice, strategy_order, summarize, verdict
 from hf_hotspa.reporting.svg import WIDTH, Mark, Series, short, text_width
 from hf_hotspa.strategy import parse_buckets
@@ -60,8 +60,8 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Returns an HTML table; the first row is the heading, `left` columns are flush left."""
 
     def cells(row: Sequence[str], tag: str) -> str:
-        opened = [f'<{tag} class="left">' if i < left else f"<{tag}>" for i in range(len(row))]
-        return "".join(f"{begin}{escape(cell)}</{tag}>" for begin, cell in zip(opened, row, strict=True))
+        kinds = [' class="left"'] * left + [""] * len(row)
+        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=False))
 
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows[1:])
     return (
@@ -171,27 +171,27 @@ def loss_panel(run: RunLog) -> Panel:
     return Panel(name, title, len(run.steps), body, "Mean over the label tokens of the mini-batch.", _legend(series))
 
 
-def learning_rate_panel(run: RunLog) -> Panel:
-    return _curve(run, "lr", "Learning rate", "s0", [r.lr for r in run.steps], "Of the first parameter group.")
+def _curve(
+    name: str, title: str, style: str, value: Callable[[StepRecord], float | None], note: str
+) -> Callable[[RunLog], Panel]:
+    def panel(run: RunLog) -> Panel:
+        values = [value(record) for record in run.steps]
+        known = sum(value is not None for value in values)
+        if not known:
+            return _empty(name, title, "Not recorded." if run.steps else "No mini-batch was recorded.")
+        return Panel(name, title, known, svg.lines(title, _steps(run), [Series(title.lower(), style, values)]), note)
+
+    return panel
 
 
-def grad_norm_panel(run: RunLog) -> Panel:
-    values = [r.report.grad_norm for r in run.steps]
-    return _curve(run, "grad_norm", "Gradient norm", "s2", values, "Over all weights, before clipping.")
-
-
-def _curve(run: RunLog, name: str, title: str, style: str, values: Sequence[float | None], note: str) -> Panel:
-    known = sum(value is not None for value in values)
-    if not known:
-        return _empty(name, title, "Not recorded." if run.steps else "No mini-batch was recorded.")
-    body = svg.lines(title, _steps(run), [Series(title.lower(), style, values)])
-    return Panel(name, title, known, body, note)
-
-
-def rate_panel(run: RunLog) -> Panel:
-    values = [r.report.num_tokens / r.wall_s if r.wall_s > 0 else None for r in run.steps]
-    note = "Over all ranks; the optimizer step counts, loading data does not."
-    return _curve(run, "rate", "Tokens per second", "s1", values, note)
+learning_rate_panel = _curve("lr", "Learning rate", "s0", lambda r: r.lr, "Of the first parameter group.")
+grad_norm_panel = _curve(
+    "grad_norm", "Gradient norm", "s2", lambda r: r.report.grad_norm, "Over all weights, before clipping."
+)
+rate_panel = _curve(
+    "rate", "Tokens per second", "s1", lambda r: r.report.num_tokens / r.wall_s if r.wall_s > 0 else None,
+    "Over all ranks; the optimizer step counts, loading data does not.",
+)  # fmt: skip
 
 
 def padding_panel(run: RunLog) -> Panel:
@@ -204,13 +204,10 @@ def padding_panel(run: RunLog) -> Panel:
         max((p.longest_tokens for p in r.phases), default=0) * sum(p.num_sequences for p in r.phases) for r in reports
     ]
     capacities = [sum(p.capacity_tokens for p in r.phases) for r in reports]
+    tokens = [r.num_tokens for r in reports]
     series = [
-        Series("in a padded batch", "s5", [_waste(r.num_tokens, n) for r, n in zip(reports, padded, strict=True)]),
-        Series(
-            "unused capacity of packs",
-            "s2",
-            [_waste(r.num_tokens, n) for r, n in zip(reports, capacities, strict=True)],
-        ),
+        Series("in a padded batch", "s5", list(map(_waste, tokens, padded))),
+        Series("unused capacity of packs", "s2", list(map(_waste, tokens, capacities))),
     ]
     body = svg.lines("Padding share", _steps(run), series, "%", 100.0)
     schedule = run.facts.settings.get("pipeline_schedule", "auto")
@@ -249,20 +246,15 @@ def devices_panel(run: RunLog) -> Panel:
     name, title = "devices", "Relative step time of each device"
     known = [(record.step, record.report) for record in run.steps if record.report.paces is not None]
     if not known:
-        why = "Not watched: hotspa_stragglers is off, or there is one process."
-        return _empty(name, title, why)
+        return _empty(name, title, "Not watched: hotspa_stragglers is off, or there is one process.")
     size = max(len(report.paces or ()) for _, report in known)
     rows = [
         Series(f"rank {rank}", "heat", [_of_rank(report.paces, rank) for _, report in known]) for rank in range(size)
     ]
     if size > _MOST_STRIPS:
         rows = sorted(rows, key=lambda row: -max(v or 0.0 for v in row.values))[:_MOST_STRIPS]
-    body = svg.heat(
-        "Seconds of computation by rank, as a multiple of ranks that are not slow",
-        [float(step) for step, _ in known],
-        rows,
-        3.0,
-    )
+    label = "Seconds of computation by rank, as a multiple of ranks that are not slow"
+    body = svg.heat(label, [float(step) for step, _ in known], rows, 3.0)
     slow = sorted({rank for _, report in known for rank in report.slow})
     called = f"Called slow at some time: rank {', '.join(map(str, slow))}." if slow else "No device was called slow."
     most = f" Of {size} ranks the {_MOST_STRIPS} with the longest steps are shown." if size > _MOST_STRIPS else ""
@@ -280,10 +272,8 @@ def prediction_panel(run: RunLog) -> Panel:
     known = [(record.step, [p for p in record.report.phases if p.predicted_s is not None]) for record in run.steps]
     known = [(step, phases) for step, phases in known if phases]
     if not known:
-        why = (
-            "No time model: hotspa_strategies=auto measures the machine first, and so does hotspa_calibration=measure."
-        )
-        return _empty(name, title, why)
+        why = "hotspa_strategies=auto measures the machine first, and so does hotspa_calibration=measure."
+        return _empty(name, title, f"No time model: {why}")
     series = [
         Series("measured", "s0", [sum(p.seconds for p in phases) for _, phases in known]),
         Series("predicted", "s4", [sum(p.predicted_s or 0.0 for p in phases) for _, phases in known]),
@@ -409,29 +399,21 @@ def document(
 ) -> str:
     """Returns a complete page."""
     tile_html = "".join(f'<div class="tile"><b>{escape(n)}</b><span>{escape(what)}</span></div>' for n, what in tiles)
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8"/>',
-            '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
-            f"<title>{escape(title)}</title>",
-            '<link rel="icon" href="data:,"/>',
-            f"<style>{asset('page.css')}{asset('chart.css')}</style></head><body><main>",
-            f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p>{names_of(facts or {})}',
-            '<section class="verdict">' + "".join(f"<p>{escape(s)}</p>" for s in sentences) + "</section>",
-            f'<section class="tiles">{tile_html}</section>',
-            f'<section class="panels">{"".join(panel.html() for panel in panels)}</section>',
-            f"<footer>{escape(footer)}</footer></main>",
-            f'<div id="tip" hidden="hidden"></div><script>{asset("page.js")}</script></body></html>',
-            "",
-        ]
-    )
-
-
-def names_of(facts: Mapping[str, str]) -> str:
-    """Returns a list of names and texts."""
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
-    return f'<dl class="names">{rows}</dl>' if rows else ""
+    names = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in (facts or {}).items())
+    names = f'<dl class="names">{names}</dl>' if names else ""
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<title>{escape(title)}</title>
+<link rel="icon" href="data:,"/>
+<style>{asset("page.css")}{asset("chart.css")}</style></head><body><main>
+<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p>{names}
+<section class="verdict">{"".join(f"<p>{escape(s)}</p>" for s in sentences)}</section>
+<section class="tiles">{tile_html}</section>
+<section class="panels">{"".join(panel.html() for panel in panels)}</section>
+<footer>{escape(footer)}</footer></main>
+<div id="tip" hidden="hidden"></div><script>{asset("page.js")}</script></body></html>
+"""
 
 
 def report_page(run: RunLog, to_be_measured: bool = False) -> str:
@@ -528,14 +510,13 @@ def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460
     Raises:
         StrategyError: the strategies do not parse.
     """
-    array = np.asarray(list(lengths), dtype=np.int64)
+    array = np.sort(np.asarray(list(lengths), dtype=np.int64))
     buckets = [(str(b.strategy), b.longest) for b in parse_buckets(strategies)] if strategies else []
-    ordered = np.sort(array)
-    tiles = []
+    tiles, figures = list[tuple[str, str]](), list[Panel]()
     if len(array):
-        numbers = (len(array), int(array.sum()), int(ordered[len(array) // 2]), int(ordered[-1]))
-        tiles = [(f"{n:,}", name) for n, name in zip(numbers, ("rows", "tokens", "median", "longest"), strict=True)]
-    figures = [lengths_figure(length_histogram(array), buckets)] if len(array) else []
+        numbers = {"rows": len(array), "tokens": array.sum(), "median": array[len(array) // 2], "longest": array[-1]}
+        tiles = [(f"{number:,}", name) for name, number in numbers.items()]
+        figures = [lengths_figure(length_histogram(array), buckets)]
     return InlinePage(document("Sequence lengths", "in tokens", [], tiles, figures, ""), height)
 
 

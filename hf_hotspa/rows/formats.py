@@ -37,22 +37,10 @@ _ROLES = {
 _FLAGS = {"weight": True, "train": True, "training": True, "trainable": True, "loss": True, "masked": False}
 """Keys of messages -> the value with which an answer is learned: of OpenAI, axolotl, tinker, ms-swift, torchtune."""
 _COUNTS = {  # words in other keys that may say what is learned
-    *(
-        "train",
-        "trained",
-        "training",
-        "trainable",
-        "untrained",
-        "learn",
-        "learned",
-        "learnable",
-        "loss",
-        "losses",
-        "grad",
-    ),
-    *("mask", "masks", "masked", "masking", "unmask", "unmasked", "weight", "weights", "supervise", "supervised"),
-    *("ignore", "ignored", "exclude", "excluded", "skip", "skipped"),
-}
+    "train", "trained", "training", "trainable", "untrained", "learn", "learned", "learnable", "loss", "losses", "grad",
+    "mask", "masks", "masked", "masking", "unmask", "unmasked", "weight", "weights", "supervise", "supervised",
+    "ignore", "ignored", "exclude", "excluded", "skip", "skipped",
+}  # fmt: skip
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _YES_OR_NO = ("true", "false", "yes", "no", "0", "1")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -235,13 +223,14 @@ def _with_system(messages: Messages, row: Mapping[str, Any], number: int) -> Mes
 
 def _rendering(row: Mapping[str, Any], number: int) -> dict[str, Any]:
     tools = _parsed(row.get("tools"), "tools", number) or []
-    if not isinstance(tools, list):
-        raise DataError(f"'tools' is a {type(tools).__name__} instead of a list", where=f"dataset row {number}")
     options = _parsed(row.get("chat_template_kwargs"), "chat_template_kwargs", number) or {}
-    if not isinstance(options, Mapping):
-        raise DataError(
-            f"'chat_template_kwargs' is a {type(options).__name__} instead of a mapping", where=f"dataset row {number}"
-        )
+    for name, value, kind, words in (
+        ("tools", tools, list, "a list"),
+        ("chat_template_kwargs", options, Mapping, "a mapping"),
+    ):
+        if not isinstance(value, kind):
+            where = f"dataset row {number}"
+            raise DataError(f"{name!r} is a {type(value).__name__} instead of {words}", where=where)
     tools = [_without_none(_parsed(tool, "tools", number)) for tool in tools]
     return {"tools": tools, "options": _without_none(dict(options))}
 
