@@ -23,7 +23,7 @@ from hf_hotspa.commands.train_help import HELP, OVERVIEW
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
-from hf_hotspa.costs.terms import TASKS, form_names, optimizer_states
+from hf_hotspa.costs.terms import TASKS, form_names, optimizer_states, packed_forms, reduced_states
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _JSON = "print JSON instead of tables"
-_QUANTIZATION = {"--quantization": "the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora"}
+_QUANTIZATION = {"--quantization": next((forms.help for forms in packed_forms()), "")}
 _SETUP = {  # what `_setup` reads, except the hardware
     "--nodes NODESxDEVICES": "the cluster, such as 4x8",
     "--memory-limit SIZE": "device memory that a plan may use, such as 70GiB (default: 90 %% of the device's memory)",
@@ -105,8 +105,8 @@ _SETUP = {  # what `_setup` reads, except the hardware
     "--lora ADAPTER": "train a LoRA adapter, the model frozen: its r, such as 16, or r=16,targets=q_proj+v_proj "
     "(default: all-linear)",
     **_QUANTIZATION,
-    "--optim NAME": "the optimizer, as in TrainingArguments, such as adamw_8bit, for its state's size (default: "
-    "%(default)s)",
+    "--optim NAME": f"the optimizer, as in TrainingArguments, such as {next(iter(reduced_states()), 'sgd')}, for its state's size "
+    "(default: %(default)s)",
     "--task": "what is trained; with dpo a step also scores its rows, and with a reference (default: %(default)s)",
     "--grad-accum-dtype": "dtype in which micro-batches add up gradients",
     "--grad-wire-dtype": "dtype in which gradients travel to the master store (auto: the accumulation dtype)",
@@ -237,7 +237,7 @@ def _calibrate(args: argparse.Namespace) -> None:
         raise HotspaConfigError(
             f"--lora {args.lora} without --quantization",
             why="without --quantization the whole model is measured, which also serves a plan with --lora",
-            fix="leave --lora out, or add --quantization nf4",
+            fix=f"leave --lora out, or add --quantization {form_names()[0]}",
         )
     base = FrozenBase(args.quantization, args.lora or 16) if args.quantization else None
     calibration = run(args.model, args.processes, args.dtype, args.force, quiet=args.json, base=base)

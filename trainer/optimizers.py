@@ -22,7 +22,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_hotspa.checkpoint.tensors import CPU_ADAM, Share, optimizer_to_json
-from hf_hotspa.costs.terms import OPTIMIZER_STATES, optimizer_states
+from hf_hotspa.costs.terms import reduced_states
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterShare, bare_optimizer
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
@@ -45,9 +45,7 @@ ELEMENTWISE_OPTIMIZERS = (  # the values of `--optim` that are elementwise and n
 )
 
 _LIBRARIES = {  # the values of `--optim` that run if a library is installed
-    adoption.BITSANDBYTES: tuple(
-        o for o in OptimizerNames if o.value in optimizer_states().keys() - OPTIMIZER_STATES and "torch" not in o.value
-    ),
+    adoption.BITSANDBYTES: tuple(o for o in OptimizerNames if o.value in reduced_states() and "torch" not in o.value),
     adoption.TORCHAO: (OptimizerNames.ADAMW_TORCH_8BIT, OptimizerNames.ADAMW_TORCH_4BIT),
 }
 

@@ -117,8 +117,11 @@ class PackedForms:
     """Forms in which frozen weights may be held (`sizes.Packed`)."""
 
     names: tuple[str, ...]  # the values of `--quantization`; messages suggest the first one
-    of: Callable[[str, Mapping[str, Any]], Any]  # called with a name and the linear layers of a decoder layer, by name
+    # called with a name, the linear layers of a decoder layer by name, and what is trained beside them; raises
+    # `HotspaConfigError` without the latter
+    of: Callable[[str, Mapping[str, Any], Any], Any]
     none: str  # what messages call frozen weights in no such form
+    help: str  # of `--quantization`
 
 
 @dataclass(frozen=True)
@@ -145,12 +148,13 @@ OPTIMIZER_STATES = {
 """State by `--optim` name; SGD counts with momentum."""
 
 
+def reduced_states() -> dict[str, OptimizerState]:
+    """Returns what features add to `OPTIMIZER_STATES`."""
+    return {name: state for terms in hooks("terms") for name, state in terms.optimizer_states.items()}
+
+
 def optimizer_states() -> dict[str, OptimizerState]:
-    """Returns `OPTIMIZER_STATES` and what features add to it."""
-    states = dict(OPTIMIZER_STATES)
-    for terms in hooks("terms"):
-        states |= terms.optimizer_states
-    return states
+    return OPTIMIZER_STATES | reduced_states()
 
 
 def added_weights(text: str, linears: Mapping[str, Any]) -> Any:
@@ -167,9 +171,9 @@ def form_names() -> tuple[str, ...]:
     return tuple(name for forms in packed_forms() for name in forms.names)
 
 
-def packed_weights(name: str, linears: Mapping[str, Any]) -> Any:
-    """Returns the linear layers of a decoder layer in a form."""
-    return next(forms.of(name, linears) for forms in packed_forms() if name in forms.names)
+def packed_weights(name: str, linears: Mapping[str, Any], added: Any) -> Any:
+    """Returns the linear layers of a decoder layer in a form. Raises `HotspaConfigError`: nothing is added to them."""
+    return next(forms.of(name, linears, added) for forms in packed_forms() if name in forms.names)
 
 
 TRAINING_UNITS = 3  # cost of a training pass, in forward passes of all layers

@@ -17,7 +17,7 @@ from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryMode
 from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
-from hf_hotspa.costs.terms import TASKS, added_weights, form_names, optimizer_states, packed_weights
+from hf_hotspa.costs.terms import TASKS, added_weights, form_names, optimizer_states, packed_weights, reduced_states
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
 from hf_hotspa.seam import SYNCHRONOUS, Options
@@ -89,13 +89,7 @@ class Setup:
             fix = f"plan for at most {_MOST_DEVICES} devices"
             raise HotspaConfigError(f"{nodes} are {count * devices} devices", fix=fix)
         adapter = added_weights(lora, shape.linears) if lora is not None else None
-        if quantization is not None and adapter is None:
-            raise HotspaConfigError(
-                f"--quantization {quantization} needs an adapter",
-                why="weights in 4 bits are frozen, and nothing would be trained",
-                fix="add --lora 16",
-            )
-        packed = packed_weights(quantization, shape.linears) if quantization is not None else None
+        packed = packed_weights(quantization, shape.linears, adapter) if quantization is not None else None
         machine = load_hardware(hardware) if hardware is not None else None
         measured = Calibration.load(calibration) if calibration is not None else None
         if measured is not None:
@@ -288,10 +282,10 @@ def _what_would_fit(setup: Setup, longest: int) -> str:
             lora, add = replace(setup, adapter=added_weights("16", setup.model.linears)), "--lora 16 "
             ways.append((add.strip(), lora))
         for form in form_names()[:1] if setup.packed is None else ():
-            packed = packed_weights(form, setup.model.linears)
+            packed = packed_weights(form, setup.model.linears, lora.adapter)
             ways.append((f"{add}--quantization {form}", replace(lora, packed=packed)))
-        if setup.adapter is None and setup.optim == "adamw_torch":
-            ways.append(("--optim adamw_8bit", replace(setup, optim="adamw_8bit")))
+        for optim in list(reduced_states())[:1] if setup.adapter is None and setup.optim == "adamw_torch" else ():
+            ways.append((f"--optim {optim}", replace(setup, optim=optim)))
     fitting = [text for text, changed in ways if _longest_held(changed, longest) >= longest]
     if _longest_held(setup, longest, offload=True) >= longest:
         fitting.append('hotspa_offload="master" in training (optimizer state in host memory)')

@@ -13,6 +13,7 @@ from hf_hotspa.costs.memory import RECOMPUTATION, MemoryStage
 from hf_hotspa.costs.model_config import Linear
 from hf_hotspa.costs.sizes import ModelSizes, Shares, dtype_bytes
 from hf_hotspa.costs.terms import Cost, MemoryTerm, PackedForms, Rate, Terms
+from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.shares import shard_rows, stored_rows
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
 from hf_hotspa.strategy import Strategy
@@ -97,6 +98,16 @@ def _second_gradient(stage: MemoryStage) -> Rate | None:
     return Rate(pack_token=stage.inner_gradient)
 
 
+def _read(kind: str, linears: Mapping[str, Linear], added: object) -> FourBits:
+    if added is None:
+        raise HotspaConfigError(
+            f"--quantization {kind} needs an adapter",
+            why="weights in 4 bits are frozen, and nothing would be trained",
+            fix="add --lora 16",
+        )
+    return FourBits(kind, linears)
+
+
 def _seconds(sizes: ModelSizes, tp: int, hardware: Hardware, dtype: str) -> Cost:
     """Separate kernels read codes and write weights, at memory bandwidth."""
     codes = sizes.packed.held_numel(sizes.shares(tp)) if isinstance(sizes.packed, FourBits) else 0.0
@@ -110,5 +121,7 @@ TERMS = Terms(
         MemoryTerm("second gradient inside an MLP", "activations", _second_gradient, RECOMPUTATION),
     ),
     data_sheet=_seconds,
-    packed=PackedForms(KINDS, FourBits, "none in 4 bits"),
+    packed=PackedForms(
+        KINDS, _read, "none in 4 bits", "the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora"
+    ),
 )
