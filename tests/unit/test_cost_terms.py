@@ -8,12 +8,12 @@ import pytest
 from hf_hotspa.costs import data_sheet, memory, time
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.hardware import load_hardware
-from hf_hotspa.costs.memory import LOSS, MemoryModel, MemoryOptions
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.model_config import load_model
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes
-from hf_hotspa.costs.terms import Cost, MemoryTerm, Rate, Terms, TimeTerm
+from hf_hotspa.costs.terms import LOSS, Cost, MemoryTerm, Rate, Terms, TimeTerm
 from hf_hotspa.seam import hooks
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Bucket, Strategy
 
 SIZES = ModelSizes(load_model("llama2-7b").shape)
 PIPELINE = Strategy(2, 2, 2)
@@ -31,7 +31,7 @@ def adding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_bytes_belong_to_the_part_that_a_term_names(adding: Callable[..., None]) -> None:
-    before = MemoryModel(SIZES, 8).stages(memory.Bucket(PIPELINE, 0, 1000))
+    before = MemoryModel(SIZES, 8).stages(Bucket(PIPELINE, 0, 1000))
     adding(
         memory=(
             MemoryTerm("kept", "activations", lambda stage: Rate(2.0, 3.0, 5.0)),
@@ -40,7 +40,7 @@ def test_bytes_belong_to_the_part_that_a_term_names(adding: Callable[..., None])
         )
     )
     model = MemoryModel(SIZES, 8)
-    for one, other in zip(before, model.stages(memory.Bucket(PIPELINE, 0, 1000)), strict=True):
+    for one, other in zip(before, model.stages(Bucket(PIPELINE, 0, 1000)), strict=True):
         more = {name: other.parts()[name] - number for name, number in one.parts().items()}
         assert more.pop("activations") == 2 * one.held_tokens + 3 * 1000 + 5
         assert more.pop("weights") == (0 if one.stage else 7)
@@ -51,10 +51,10 @@ def test_bytes_belong_to_the_part_that_a_term_names(adding: Callable[..., None])
 
 
 def test_of_a_moment_only_what_exceeds_the_loss_counts(adding: Callable[..., None]) -> None:
-    first, last = MemoryModel(SIZES, 8).stages(memory.Bucket(Strategy(2, 2, 2, rc=1), 0, 1000))
+    first, last = MemoryModel(SIZES, 8).stages(Bucket(Strategy(2, 2, 2, rc=1), 0, 1000))
     one_pack = MemoryModel(SIZES, 8).breakdown(Strategy(4, 2), 1000).logits
     adding(memory=(MemoryTerm("for a while", "activations", lambda stage: Rate(fixed=one_pack / 2), "a while"),))
-    found = MemoryModel(SIZES, 8).stages(memory.Bucket(Strategy(2, 2, 2, rc=1), 0, 1000))
+    found = MemoryModel(SIZES, 8).stages(Bucket(Strategy(2, 2, 2, rc=1), 0, 1000))
     assert found[0].activations == first.activations + one_pack / 2
     assert found[1].activations == last.activations
     assert LOSS in {term.moment for term in memory.TERMS}
