@@ -36,7 +36,7 @@ from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, read_batch
 from hf_hotspa.trainer.given_arguments import workers_context
-from hf_hotspa.trainer.same_rows import RowOrder
+from hf_hotspa.trainer.same_run import RowOrder
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -33,23 +34,24 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from torch import Tensor
-from torch.optim import Optimizer
-from transformers import PreTrainedModel, TrainerState
+from torch.optim import Adam, AdamW, Optimizer
+from transformers import TrainerState
 from transformers import trainer as stock
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import HubStrategy, SaveStrategy
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
 from hf_hotspa.checkpoint import stock as of_stock
 from hf_hotspa.checkpoint import tensors
 from hf_hotspa.checkpoint.format import manifest
-from hf_hotspa.checkpoint.format.disk import Disk, FileRecord, tensor_file
+from hf_hotspa.checkpoint.format.disk import DTYPES, Disk, FileRecord, TensorRecord, tensor_file
 from hf_hotspa.checkpoint.format.folder import RunFolder, checkpoint_name, unsavable, write_error
-from hf_hotspa.checkpoint.format.manifest import Manifest, rank_tensors
+from hf_hotspa.checkpoint.format.manifest import WEIGHT, Manifest, rank_tensors
 from hf_hotspa.checkpoint.model_files import ModelWeights, export, saved_state
 from hf_hotspa.checkpoint.rng import random_state
 from hf_hotspa.checkpoint.tensors import Share
-from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.costs.memory import size
+from hf_hotspa.engine.master import bare_optimizer
 from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.agreement import Agreement
@@ -57,8 +59,9 @@ from hf_hotspa.parallel.mesh import nodes_of
 from hf_hotspa.parallel.wrapped_model import is_wrapped
 from hf_hotspa.switched.model_object import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.free_space import check_room, check_run, rank_bytes
 from hf_hotspa.trainer.model_source import argument_files, side_files, write_each
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WriteFiles = Callable[[Path], list[FileRecord]]
@@ -101,7 +104,6 @@ class CheckpointWriter:
 
     @property
     def pending_step(self) -> int | None:
-        """The step of the save in progress."""
         return self._pending.step if self._pending is not None else None
 
     def lock(self) -> None:
@@ -198,26 +200,20 @@ class CheckpointWriter:
 
 
 class CheckpointContents:
-    """The contents of a checkpoint, captured now and written later, perhaps by a thread. Collective. `rank_tensors`:
-    tensors that only this rank needs to resume, by name, in host memory; may be empty. `texts`: returns the JSON files
-    that one rank writes for all, by name; its error is raised where all ranks are together."""
+    """The contents of a checkpoint of a trainer, captured now and written later, perhaps by a thread. Collective."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        step: int,
-        engine: HotSPaEngine,
-        model: PreTrainedModel,
-        args: HotSPaTrainingArguments,
-        optimizer: Optimizer | None,  # None if only the model is saved
-        scheduler: Any,
-        tokenizer: Any,
-        rank_tensors: dict[str, Tensor],
-        texts: Callable[[Share], dict[str, str]],
-    ) -> None:
-        self._folder, self._step, self._engine, self._model, self._args = folder, step, engine, model, args
-        self._optimizer, self._scheduler, self._tokenizer = optimizer, scheduler, tokenizer
-        self._rank, self._world, self._rank_tensors = args.process_index, args.world_size, rank_tensors
+    def __init__(self, trainer: Any, folder: RunFolder) -> None:
+        args, model, engine = trainer.args, trainer.model, trainer.switched.engine
+        trainer._hotspa_rows.parts.gather(engine.agreement, trainer.control.should_epoch_stop)
+        optimizer: Optimizer | None = None if args.save_only_model else trainer.optimizer
+        # tensors that only this rank needs to resume, in host memory: of a trainer that generates, and of features
+        self._rank_tensors: dict[str, Tensor] = getattr(trainer, "_hotspa_rank_tensors", dict)()
+        for part in trainer._hotspa_watchers.parts:
+            self._rank_tensors |= part.rank_tensors()
+        self._folder, self._step, self._engine, self._model = folder, trainer.state.global_step, engine, model
+        self._args: HotSPaTrainingArguments = args
+        self._optimizer, self._scheduler, self._tokenizer = optimizer, trainer.lr_scheduler, tokenizer_of(trainer)
+        self._rank, self._world = args.process_index, args.world_size
         self._adapted = engine.description.adapters is not None
         self._vector = tensors.saved_vector(engine.description.vector, self._adapted)
         if engine.updates is not None and optimizer is not None:
@@ -232,8 +228,8 @@ class CheckpointContents:
         self._stock = self._stock_files() if args.hotspa_stock_checkpoints else {}
         self._texts, self._failure = dict[str, str](), None
         try:
-            self._texts = texts(self._share) if self._rank == 0 else {}
-        except Exception as error:  # such as a callback's state that JSON cannot hold
+            self._texts = _texts(trainer, self._share) if self._rank == 0 else {}
+        except Exception as error:  # such as a callback's state that JSON cannot hold: raised where all are together
             self._failure = error
 
     @property
@@ -330,7 +326,63 @@ class CheckpointContents:
         return records
 
 
-logger = logging.getLogger(__name__)
+# -- room for a checkpoint ---------------------------------------------------------------------------------------------
+
+
+def rank_bytes(share: Share, files: ModelWeights, optimizer: Optimizer | None, rank: int, world_size: int) -> int:
+    """The bytes of the tensors that one rank writes: a lower bound, because of an optimizer that has not stepped only the
+    states that are known count. So an error of room is one that the disk would raise, too, after half a checkpoint."""
+    of_model = _bytes(record for _, entries in files.shards[rank::world_size] for record, _ in entries)
+    if optimizer is None:
+        return of_model
+    of_rank = _bytes(record for record, _ in share.tensors)
+    has_stepped = any(states.keys() - {WEIGHT} for states in share.states.values())
+    if not has_stepped and type(bare_optimizer(optimizer)) in (Adam, AdamW):
+        of_rank *= 3  # two moments, in the dtype of the masters
+    return of_model + of_rank
+
+
+def _bytes(records: Iterable[TensorRecord]) -> int:
+    return sum(DTYPES[record.dtype][1] * math.prod(record.shape) for record in records)
+
+
+def check_room(folder: Path, needed: int, when: str) -> int:
+    """Checks that a file system has room for one more checkpoint, of so many bytes over all ranks; returns the free
+    bytes, or 0 if it does not say. The folder need not exist. Raises `CheckpointError`, naming both numbers."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    try:
+        usage = shutil.disk_usage(there)
+    except OSError:  # a save reports the error
+        return 0
+    if not usage.total:  # such as some network file systems
+        return 0
+    if needed <= usage.free:
+        return usage.free
+    raise CheckpointError(
+        f"{when}: it needs {size(needed)} ({needed:,} bytes), and {size(usage.free)} ({usage.free:,} bytes) are free",
+        where=str(folder),
+        why="a checkpoint holds the weights, the masters and the optimizer state; older ones are removed only after a new "
+        "one is complete",
+        fix="free space, give an output_dir on another disk, or save less (save_only_model=True, save_strategy='no')",
+    )
+
+
+def check_run(args: HotSPaTrainingArguments, needed: int, num_steps: int) -> None:
+    """Before the first step, on the main process: rejects a run without room for one checkpoint, and warns if there is
+    not room for all that will be there. Raises `CheckpointError` if no checkpoint has room."""
+    folder = Path(args.output_dir)
+    free = check_room(folder, needed, "no checkpoint of this run has room on the disk")
+    if not needed or not free or args.save_strategy != IntervalStrategy.STEPS or args.save_steps < 1:
+        return
+    saves = math.ceil(num_steps / args.save_steps)
+    limit = args.save_total_limit
+    most = min(saves, limit + 1) if limit is not None and limit > 0 else saves  # one more while it is written
+    if most * needed > free:
+        logger.warning(
+            "%s has room for %d checkpoints of %s, and this run will have up to %d: later saves will fail; free space, or lower "
+            "save_total_limit (now %s), which needs room for one more",
+            folder, free // needed, size(needed), most, limit,
+        )  # fmt: skip
 
 
 class Checkpoints:
@@ -475,20 +527,6 @@ def tokenizer_of(trainer: Any) -> Any:
     return trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
 
 
-def contents_of(trainer: Any, folder: RunFolder) -> CheckpointContents:
-    """The contents of a checkpoint of a trainer now. Collective."""
-    trainer._hotspa_rows.parts.gather(trainer.switched.engine.agreement, trainer.control.should_epoch_stop)
-    optimizer = None if trainer.args.save_only_model else trainer.optimizer
-    of_rank: dict[str, Tensor] = getattr(trainer, "_hotspa_rank_tensors", dict)()  # of a trainer that generates
-    for part in trainer._hotspa_watchers.parts:
-        of_rank |= part.rank_tensors()
-    return CheckpointContents(
-        folder, trainer.state.global_step, trainer.switched.engine, trainer.model, trainer.args, optimizer,
-        trainer.lr_scheduler, tokenizer_of(trainer), of_rank,
-        lambda share: _texts(trainer, share),
-    )  # fmt: skip
-
-
 def _texts(trainer: Any, share: Share) -> dict[str, str]:
     """The JSON files that one rank writes for all; an error names what JSON cannot hold (`UnsavableError`)."""
     state, args = trainer.state, trainer.args
@@ -628,9 +666,7 @@ class CheckpointPushes:
 
     def begin(self, folder: Path) -> None:
         """Begins to push the parts of an existing checkpoint that `hub_strategy` names: its model, and perhaps the
-        folder.
-
-        As in the stock Trainer, a checkpoint is skipped while an earlier one is being pushed; `hub_always_push` waits
+        folder. As in the stock Trainer, a checkpoint is skipped while an earlier one is being pushed; `hub_always_push` waits
         for the earlier one. Not collective; only the main process does anything, and it never raises.
         """
         trainer = self._trainer

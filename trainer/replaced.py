@@ -20,7 +20,7 @@ from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, NonFiniteError, UnsupportedError
 from hf_hotspa.parallel.agreement import same_outcome
-from hf_hotspa.trainer.checkpoints import contents_of, tokenizer_of
+from hf_hotspa.trainer.checkpoints import CheckpointContents, tokenizer_of
 from hf_hotspa.trainer.events import SAVE, WRITERS, is_overridden
 from hf_hotspa.trainer.model_source import argument_files, save_whole, tokenizer_files
 from hf_hotspa.trainer.resuming import Restorer, load_random_state
@@ -147,7 +147,7 @@ class Replaced(_Base):
         checkpoints.save(
             Path(self._get_output_dir(trial)),
             self.state,
-            lambda run: contents_of(self, run),
+            lambda run: CheckpointContents(self, run),
             at_once,
             self._hotspa_write_more if any_writes else None,
         )

@@ -40,7 +40,7 @@ from hf_hotspa.trainer.events import CallbackEvents, is_users
 from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.run_plan import RunPlan, engine_options, find_calibration, prepare_auto
-from hf_hotspa.trainer.same_rows import DATA_SETS
+from hf_hotspa.trainer.same_run import DATA_SETS
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import pytest
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import read_manifest
 from hf_hotspa.errors import CheckpointError
+from hf_hotspa.trainer import checkpoints as free_space
 from hf_hotspa.trainer import checkpoints as saving
-from hf_hotspa.trainer import free_space
 from tests.harness import run_ranks
 from tests.training_runs import STEPS, make_trainer, train
 
