@@ -31,39 +31,39 @@ ARGUMENTS: dict[str, tuple[str, type]] = {  # field -> the argument that it sets
 }
 
 UNUSED: dict[str, tuple[str, ...]] = {
-    "": (
-        "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "disable_python_gc",
-        "disable_allgather", "prescale_gradients", "gradient_predivide_factor", "check_overflow", "vocabulary_size",
-        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-        "seq_parallel_communication_data_type",
-    ),
-    "zero_optimization.": (
-        "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
-        "allgather_partitions", "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "sub_group_size",
-        "cpu_offload_use_pin_memory", "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients",
-        "parameter_alignment", "compute_grad_norm", "zero_hpz_partition_size", "memory_efficient_linear",
-        "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
-        "elastic_checkpoint", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
-        "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
-        "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential",
-    ),
-    "zero_optimization.offload_optimizer.": (
-        "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc",
-        "super_offload", "buffer_size",
-    ),
-    "zero_optimization.offload_param.": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
-    "bf16.": ("immediate_grad_update", "check_grad_overflow"),
-    "bfloat16.": ("immediate_grad_update", "check_grad_overflow"),
-    "optimizer.": ("legacy_fusion",),
-    "optimizer.params.": ("torch_adam", "foreach", "freeze_step"),
-    "checkpoint.": ("tag_validation", "parallel_write"),
-    "checkpoint.parallel_write.": ("pipeline_stage",),
-    "aio.": (
-        "block_size", "queue_depth", "intra_op_parallelism", "thread_count", "single_submit", "overlap_events", "use_gds",
-    ),
-    "tensor_parallel.": ("tp_overlap_comm", "tp_grain_size"),
-}  # fmt: skip
+    section: tuple(names.split())
+    for section, names in {
+        "": """
+            steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level disable_python_gc
+            disable_allgather prescale_gradients gradient_predivide_factor check_overflow vocabulary_size
+            zero_allow_untested_optimizer zero_force_ds_cpu_optimizer seq_parallel_communication_data_type
+        """,
+        "zero_optimization.": """
+            contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
+            allgather_partitions allgather_bucket_size overlap_comm load_from_fp32_weights sub_group_size
+            cpu_offload_use_pin_memory ignore_unused_parameters legacy_stage1 round_robin_gradients
+            parameter_alignment compute_grad_norm zero_hpz_partition_size memory_efficient_linear
+            pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks
+            elastic_checkpoint stage3_prefetch_bucket_size stage3_param_persistence_threshold
+            stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
+            stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+            stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+        """,
+        "zero_optimization.offload_optimizer.": """
+            nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init cpuadam_cores_perc super_offload
+            buffer_size
+        """,
+        "zero_optimization.offload_param.": "nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+        "bf16.": "immediate_grad_update check_grad_overflow",
+        "bfloat16.": "immediate_grad_update check_grad_overflow",
+        "optimizer.": "legacy_fusion",
+        "optimizer.params.": "torch_adam foreach freeze_step",
+        "checkpoint.": "tag_validation parallel_write",
+        "checkpoint.parallel_write.": "pipeline_stage",
+        "aio.": "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
+        "tensor_parallel.": "tp_overlap_comm tp_grain_size",
+    }.items()
+}
 """Section -> fields that change neither what is computed nor where it is stored; the engine decides these things."""
 
 _SUMS = "gradients are summed in fp32 and the optimizer's state is fp32; leave it out"
@@ -83,8 +83,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_types.param_dtype": ((None, AUTO), "use bf16, or load the model in the dtype that you want"),
     "data_types.buffer_dtype": ((None, AUTO), "buffers keep their dtype; leave it out"),
     "data_types.keep_in_fp32_modules": ((AUTO,), "the model's class decides; leave it out"),
-    "bf16.bf16_master_weights_and_grads": ((False,), _SUMS),
-    "bf16.bf16_optimizer_states": ((False,), _SUMS),
+    **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"), ((False,), _SUMS)),
     "zero_optimization.cpu_offload": ((False,), 'use "offload_optimizer": {"device": "cpu"}'),
     "zero_optimization.cpu_offload_param": ((False,), _PARAMETERS),
     "zero_optimization.offload_param.device": (("none", None), _PARAMETERS),
@@ -101,15 +100,15 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer.params.adam_w_mode": ((True,), "decay is decoupled (AdamW); leave it out"),
     "optimizer.params.fp32_optimizer_states": ((True,), _SUMS),
     "optimizer.params.max_grad_norm": ((0,), "use gradient_clipping"),
-    "activation_checkpointing.partition_activations": ((False,), _RECOMPUTE),
-    "activation_checkpointing.cpu_checkpointing": ((False,), _RECOMPUTE),
-    "activation_checkpointing.contiguous_memory_optimization": ((False,), _RECOMPUTE),
     "activation_checkpointing.number_checkpoints": ((None, 0), _RECOMPUTE),
-    "activation_checkpointing.synchronize_checkpoint_boundary": ((False,), _RECOMPUTE),
+    **{
+        f"activation_checkpointing.{name}": ((False,), _RECOMPUTE)
+        for name in ("partition_activations", "cpu_checkpointing", "synchronize_checkpoint_boundary")
+    },
+    "activation_checkpointing.contiguous_memory_optimization": ((False,), _RECOMPUTE),
     "activation_checkpointing.profile": ((False,), "look at the report of the run (hotspa_report)"),
     "tensor_parallel.autotp_size": ((0, 1), _TENSOR_PARALLEL),
-    "tensor_parallel.tp_size": ((1,), _TENSOR_PARALLEL),
-    "tensor_parallel.tp.tp_size": ((1,), _TENSOR_PARALLEL),
+    **dict.fromkeys(("tensor_parallel.tp_size", "tensor_parallel.tp.tp_size"), ((1,), _TENSOR_PARALLEL)),
     "sequence_parallel_size": ((1,), "use strategies such as tp2+sp"),
     "checkpoint.load_universal": ((False,), "checkpoints here are loaded in any layout; leave it out"),
     "checkpoint.use_node_local_storage": ((False,), "all ranks write into one directory; use a shared file system"),
@@ -117,29 +116,20 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Field -> the accepted values, and why another one is not supported or what to use instead."""
 
-_LOGGING = "use report_to"
-_AUTOMATIC = "use hotspa_strategies=auto"
-
 OFF: dict[str, str] = {
     "fp16": "loss scaling is not supported; use bf16",
     "amp": "use bf16",
     "torch_autocast": "use bf16, which keeps fp32 masters",
-    "flops_profiler": "look at the report of the run (hotspa_report)",
-    "comms_logger": "look at the report of the run (hotspa_report)",
-    "tensorboard": _LOGGING,
-    "wandb": _LOGGING,
-    "comet": _LOGGING,
-    "csv_monitor": _LOGGING,
+    **dict.fromkeys(("flops_profiler", "comms_logger"), "look at the report of the run (hotspa_report)"),
+    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), "use report_to"),
     "compile": "replicas are rebound to other storage for every phase",
     "elasticity": "a checkpoint is resumed on any number of processes; no setting is needed",
-    "autotuning": _AUTOMATIC,
-    "curriculum_learning": "the order of the data is the Trainer's",
-    "data_efficiency": "the order of the data is the Trainer's",
+    "autotuning": "use hotspa_strategies=auto",
+    **dict.fromkeys(("curriculum_learning", "data_efficiency"), "the order of the data is the Trainer's"),
     "progressive_layer_drop": "all layers are trained",
     "eigenvalue": "nothing is quantized",
     "hybrid_engine": "there is no generation in training",
-    "nebula": "use hotspa_async_save",
-    "datastates_ckpt": "use hotspa_async_save",
+    **dict.fromkeys(("nebula", "datastates_ckpt"), "use hotspa_async_save"),
     "expert_parallel": "experts are cut by tp of a strategy",
     "quantize_training": "training is not quantized",
     "sparse_attention": "attention is the model's own",
@@ -157,9 +147,8 @@ SPECIAL = (  # fields that `deepspeed_config` reads itself
     "scheduler.type", "scheduler.params",
 )  # fmt: skip
 
-KNOWN = frozenset(  # all fields of the tables
-    [section + name for section, names in UNUSED.items() for name in names] + [*ARGUMENTS, *ONLY, *OFF, *SPECIAL]
-)
+_WITHOUT_EFFECT = frozenset(section + name for section, names in UNUSED.items() for name in names)
+KNOWN = _WITHOUT_EFFECT.union(ARGUMENTS, ONLY, OFF, SPECIAL)  # all fields of the tables
 
 
 LOG, LINEAR = "log", "linear"
@@ -221,7 +210,6 @@ _STAGES = {
     2: "strategies that do not set it are run with +z2: gradients leave layer by layer; auto weighs that anyway",
     3: "strategies that do not set it are run with +z3: weights come layer by layer, too; auto weighs that anyway",
 }
-_WITHOUT_EFFECT = frozenset(section + name for section, names in UNUSED.items() for name in names)
 _MAX_SHOWN = 60
 
 
@@ -300,18 +288,14 @@ def map_config(
 class _Mapper:
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._config, self._given, self._defaults = config, arguments, defaults
-        self._set: dict[str, Any] = {}
-        self._rows: list[tuple[str, str]] = []
-        self._unused: list[str] = []
-        self._problems: list[str] = []
+        self._set, self._rows = dict[str, Any](), list[tuple[str, str]]()
+        self._unused, self._problems = list[str](), list[str]()
         self._scheduler: dict[str, Any] | None = None
         self._zero_stage = 0
 
     def result(self) -> DeepSpeedMapping:
         for section, content in self._config.items():
-            if (
-                section in OFF
-            ):  # a feature that must be off: by `enabled`, or, where that does not exist, by an empty section
+            if section in OFF:  # off by `enabled`, or, where that does not exist, by an empty section
                 enabled = content
                 if isinstance(content, Mapping):
                     enabled = content.get("enabled", bool(content) and section in NO_SWITCH)
@@ -336,15 +320,21 @@ class _Mapper:
         if field == "zero_optimization.stage":
             self._stage(value)
         elif field == "zero_optimization.offload_optimizer.device":
-            self._offload(field, value)
+            if value == "cpu":
+                self._argument(field, "master", "hotspa_offload", str, shown=value)
+            elif value in ("none", None):
+                self._unused.append(field)
+            else:
+                self._refuse(
+                    field, value, "the master store is in memory, on the devices or on the host: use cpu or none"
+                )
         elif field in ARGUMENTS:
             self._argument(field, value, *ARGUMENTS[field])
         elif field in ONLY:
-            fine, instead = ONLY[field]
-            if _is_one_of(value, fine):
+            if _is_one_of(value, ONLY[field][0]):
                 self._unused.append(field)
             else:
-                self._refuse(field, value, instead)
+                self._refuse(field, value, ONLY[field][1])
         elif field in _WITHOUT_EFFECT:
             self._unused.append(field)
         elif value == {} and any(known.startswith(f"{field}.") for known in KNOWN):
@@ -364,14 +354,6 @@ class _Mapper:
             return
         self._zero_stage = value if value >= 2 else 0
         self._rows.append((f"zero_optimization.stage={value}", _STAGES[value]))
-
-    def _offload(self, field: str, value: Any) -> None:
-        if value in ("none", None):
-            self._unused.append(field)
-        elif value == "cpu":
-            self._argument(field, "master", "hotspa_offload", str, shown=value)
-        else:
-            self._refuse(field, value, "the master store is in memory, on the devices or on the host: use cpu or none")
 
     def _argument(self, field: str, value: Any, name: str, kind: type, shown: Any = None) -> None:
         """Sets an argument, unless another value was given for it."""
@@ -501,20 +483,16 @@ STAGES = {  # what is sharded -> its stage of ZeRO; `reshard_after_forward` is t
 }  # fmt: skip
 
 FSDP_UNUSED = frozenset(
-    (
-        "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "min_num_params",
-        "forward_prefetch", "backward_prefetch", "backward_prefetch_policy", "limit_all_gathers", "use_orig_params",
-        "sync_module_states", "cpu_ram_efficient_loading", "state_dict_type", "xla_fsdp_settings",
-    )
-)  # fmt: skip
+    """version auto_wrap_policy transformer_layer_cls_to_wrap transformer_cls_names_to_wrap min_num_params
+    forward_prefetch backward_prefetch backward_prefetch_policy limit_all_gathers use_orig_params sync_module_states
+    cpu_ram_efficient_loading state_dict_type xla_fsdp_settings""".split()  # noqa: SIM905
+)
 """Fields about things that the engine does in another way: units are embedding, layers and head, and the next one is
 loaded while one computes."""
 
 _OFF = {
     "activation_checkpointing": "use activation_checkpointing=True of the arguments, or strategies such as dp4+rc+z3",
-    "xla": "there is no XLA here; leave it out",
-    "xla_fsdp_v2": "there is no XLA here; leave it out",
-    "xla_fsdp_grad_ckpt": "there is no XLA here; leave it out",
+    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), "there is no XLA here; leave it out"),
 }
 _HYBRID = "the master store is spread over all ranks; use full_shard, or strategies with tp inside a node"
 

@@ -32,12 +32,10 @@ _MOST_VALUES = 100_000
 _MOST_LEVELS = 12
 _SMALL = 64
 _PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (list, tuple, dict, set, frozenset, np.ndarray)
 _BUILT_IN = (
-    types.BuiltinFunctionType,
-    types.MethodWrapperType,
-    types.WrapperDescriptorType,
-    types.MethodDescriptorType,
-)
+    types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType,
+)  # fmt: skip
 _CONFIGS = "transformers", "peft", "trl", "accelerate"
 _INSTALLED = ("site-packages", "dist-packages")
 _OURS = __name__.partition(".")[0]
@@ -72,9 +70,8 @@ def is_installed(module: str) -> bool:
     top = module.partition(".")[0]
     if (top in sys.stdlib_module_names and top != "__main__") or top in (_OURS, "builtins"):
         return True
-    file = getattr(sys.modules.get(top), "__file__", None) or next(
-        iter(getattr(sys.modules.get(top), "__path__", ())), None
-    )
+    found = sys.modules.get(top)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
     return file is not None and any(part in Path(file).parts for part in _INSTALLED)
 
 
@@ -203,15 +200,14 @@ class Reader:
     # -- code ---------------------------------------------------------------------------------------------------------
 
     def _function(self, function: types.FunctionType) -> str:
-        name, parts = _name(function), list[Any]()
-        cells = dict[str, Any]()
+        name, cells = _name(function), dict[str, Any]()
         for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 cells[free] = cell.cell_contents
             except ValueError:  # not set yet
                 cells[free] = None
-        parts += [function.__defaults__, function.__kwdefaults__]
-        read = [self._read(part, name) for part in parts] + [self._named(cells, name)]
+        parts = function.__defaults__, function.__kwdefaults__
+        read = [*(self._read(part, name) for part in parts), self._named(cells, name)]
         if is_installed(function.__module__ or ""):
             return name if read == [None, None, {}] else f"{name} (with {digest_of(json.dumps(read))})"
         read += [_code(function.__code__), self._constants(function)]
@@ -221,20 +217,16 @@ class Reader:
         """What a function names in its module: plain values, and functions and classes outside of libraries. Lower-case
         names of lists and mappings are left out: they are usually filled while a script runs."""
         named = dict[str, Any]()
-        for name in sorted(_names_in(function.__code__)):
+        for name in sorted(names_in(function.__code__)):
             value = function.__globals__.get(name)
-            holds_values = (
-                isinstance(value, list | tuple | dict | set | frozenset | np.ndarray) or type(value) is Tensor
-            )
+            holds_values = isinstance(value, _CONTAINERS) or type(value) is Tensor
             is_code = isinstance(value, types.FunctionType | type) and not is_installed(value.__module__ or "")
             if is_code or (isinstance(value, _PLAIN) and value is not None) or (holds_values and name.isupper()):
                 named[name] = value
         return self._named(named, _name(function))
 
     def _class(self, kind: type, name: str) -> Any:
-        if is_installed(kind.__module__):
-            return _name(kind)
-        if id(kind) in self._path:
+        if is_installed(kind.__module__) or id(kind) in self._path:
             return _name(kind)
         self._path.append(id(kind))
         try:
@@ -270,12 +262,10 @@ def _code(code: types.CodeType) -> Any:
     return [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars, counts]
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
-    return names
+def names_in(code: types.CodeType) -> set[str]:
+    """The names that code uses, with those of the code inside it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(names_in, inner))
 
 
 @functools.cache
@@ -286,9 +276,7 @@ def names_of_library(kind: type) -> frozenset[str]:
         if is_installed(part.__module__):
             for value in vars(part).values():
                 function: Callable[..., Any] | Any = getattr(value, "__func__", getattr(value, "fget", value))
-                while hasattr(function, "__wrapped__"):
-                    names |= _names_in(function.__code__) if isinstance(function, types.FunctionType) else set()
-                    function = function.__wrapped__
-                if isinstance(function, types.FunctionType):
-                    names |= _names_in(function.__code__)
+                while function is not None:
+                    names |= names_in(function.__code__) if isinstance(function, types.FunctionType) else set()
+                    function = getattr(function, "__wrapped__", None)
     return frozenset(names)

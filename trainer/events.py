@@ -150,7 +150,10 @@ STARTS = ("on_train_begin", "on_epoch_begin")
 STEP_EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
 """The events of a step; ranks communicate before and after those in which a callback may look at the model."""
 
+_SHARED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 _OF_STEP = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+_OF_ALL = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")  # the events inside a mini-batch
 _OF_TRANSFORMERS = frozenset(name for name in vars(TrainerCallback) if name.startswith("on_"))
@@ -304,14 +307,7 @@ class CallbackEvents(CallbackHandler):
         is_looked_at = event in self.looked_at
         if event in COLLECTIVE_EVENTS or is_looked_at:
             self._before(event)
-        shared = {
-            "model": self.model,
-            "processing_class": self.processing_class,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-            "train_dataloader": self.train_dataloader,
-            "eval_dataloader": self.eval_dataloader,
-        }
+        shared = {name: getattr(self, name) for name in _SHARED}
         for callback in chain(self.callbacks, self._own.values()):
             given = kwargs
             if event == "on_log" and (logs := kwargs.get("logs")) is not None:
@@ -331,10 +327,7 @@ class CallbackEvents(CallbackHandler):
             self.after(event)
         if event == "on_pre_optimizer_step":
             bare = getattr(self.optimizer, "optimizer", self.optimizer)
-            tables = [getattr(bare, name, ()) for name in _OF_STEP] + [
-                _global_optimizer_pre_hooks,
-                _global_optimizer_post_hooks,
-            ]
+            tables = *(getattr(bare, name, ()) for name in _OF_STEP), *_OF_ALL
             attached = vars(self.optimizer).get("step"), vars(bare).get("step"), *map(tuple, tables)
             if attached != self._attached:  # keys of hooks are used once
                 self.before_step()

@@ -97,10 +97,10 @@ def _list_facts(name: str, rows: Sequence[Any]) -> dict[str, str]:
         for column, value in row.items() if isinstance(row, Mapping) else [("", row)]:
             hasher = hashers.setdefault(str(column), hashlib.blake2b(digest_size=4))
             hasher.update(Reader().text(value, name).encode() + b"\0")
-    named = {
-        f"column {column!r} of {name}" if column else f"rows of {name}": hasher for column, hasher in hashers.items()
+    return {
+        f"column {column!r} of {name}" if column else f"rows of {name}": f"rows {hasher.hexdigest()}"
+        for column, hasher in hashers.items()
     }
-    return {of: f"rows {hasher.hexdigest()}" for of, hasher in named.items()}
 
 
 def _places(size: int, most: int) -> list[int]:
@@ -117,7 +117,7 @@ def _is_whole(dataset: Any) -> bool:
 
 def _stream_text(dataset: Any) -> str:
     """What a stream says of itself, without reading it."""
-    reader, parts = Reader(_ANY), list[Any]()
+    reader = Reader(_ANY)
     kept = (bool, int, str, float, types.FunctionType, functools.partial, type(None))
     if isinstance(dataset, datasets.IterableDataset):
         parts = [dataset.column_names, dataset.num_shards, vars(dataset).get("_epoch")]
@@ -347,6 +347,9 @@ _COMPARED_ELSEWHERE = {
 """Names given to a trainer, or of its attributes, that are compared elsewhere, or belong to the loop."""
 
 
+_MADE_OF_ARGUMENTS = {"distributed_state", "deepspeed_plugin", "fsdp_plugin_args", "scoring"}
+
+
 def argument_facts(args: Any) -> dict[str, str]:
     """The training arguments as text: all fields of their class, and plain attributes that it sets beside."""
     names = {f.name for f in dataclasses.fields(args)}
@@ -356,9 +359,6 @@ def argument_facts(args: Any) -> dict[str, str]:
     facts |= {name: reader.text(vars(args)[name], name) for name in sorted(beside)}
     mapping = args.hotspa_deepspeed
     return facts | {"the DeepSpeed config": text_of(mapping and (mapping.arguments, mapping.scheduler))}
-
-
-_MADE_OF_ARGUMENTS = {"distributed_state", "deepspeed_plugin", "fsdp_plugin_args", "scoring"}
 
 
 def process_facts() -> dict[str, str]:
@@ -387,9 +387,6 @@ def _libraries(trainer: Any, given: Mapping[str, Any]) -> list[str]:
         "deepspeed": args.hotspa_deepspeed is not None or args.hotspa_offload != "none",
     }
     return [name for name, is_used in used.items() if is_used]
-
-
-_OF_EVALUATION = "compute_metrics", "preprocess_logits_for_metrics"
 
 
 class SameRun:
@@ -444,9 +441,9 @@ class SameRun:
         trainer = self._trainer
         if self._is_alone:
             return {}
-        functions = {name: getattr(trainer, name, None) for name in _OF_EVALUATION}
-        reader = Reader(trainer.args.world_size)
-        return {name: reader.text(value, name) for name, value in functions.items()} | self._rows.facts("rows", dataset)
+        reader, names = Reader(trainer.args.world_size), ("compute_metrics", "preprocess_logits_for_metrics")
+        functions = {name: reader.text(getattr(trainer, name, None), name) for name in names}
+        return functions | self._rows.facts("rows", dataset)
 
     def _attributes(self) -> dict[str, str]:
         """The trainer's attributes that are plain values or functions. After a training only those with the name of an

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from itertools import chain
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,19 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hotspa.engine.master import bare_optimizer
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.trainer.described import names_in
 
 _LIBRARIES = {
-    "torch",
-    "accelerate",
-    "transformers",
-    "hf_hotspa",
-    "bitsandbytes",
-    "torchao",
-    "deepspeed",
-    "trl",
-    "peft",
-    "logging",
-}
+    "torch", "accelerate", "transformers", "hf_hotspa", "bitsandbytes", "torchao", "deepspeed", "trl", "peft", "logging",
+}  # fmt: skip
 _SHAPES = (6, 5), (3, 7), (2, 3, 4), (24,)
 _SLOPES = (1.0, -3.0, 1e-3, 1e3)
 _FIRST = 7  # elements of the first rank's share; of the shapes above, no multiple of a row
@@ -140,8 +132,10 @@ class _Copies:
         return {key: self.of(value) for key, value in values.items()}
 
     def _object(self, value: Any) -> Any:
-        if not hasattr(value, "__dict__") or isinstance(value, type(torch)):
-            return value if isinstance(value, type(torch)) else deepcopy(value)
+        if isinstance(value, type(torch)):
+            return value
+        if not hasattr(value, "__dict__"):
+            return deepcopy(value)
         if id(value) not in self._made:
             made = self._made[id(value)] = object.__new__(type(value))
             vars(made).update(self._all(vars(value)))
@@ -155,18 +149,13 @@ class _Copies:
         made = FunctionType(function.__code__, inside, function.__name__, function.__defaults__, cells)
         made.__kwdefaults__ = function.__kwdefaults__
         self._made[id(function)] = made
-        for name in _names(function.__code__) & inside.keys():
+        for name in names_in(function.__code__) & inside.keys():
             inside[name] = self.of(inside[name])
         for cell, value in zip(cells, _cells(function).values(), strict=True):
             cell.cell_contents = self.of(value)
         if made.__defaults__:
             made.__defaults__ = tuple(map(self.of, made.__defaults__))
         return made
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
 
 
 def check_attached(optimizer: Any, when: str, function: Any) -> None:
