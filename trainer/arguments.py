@@ -59,212 +59,159 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
     """
 
     hotspa_strategies: str | None = flag(
-        "auto",
-        "Which strategy trains which lengths, shortest first: strategy:longest sequence[@tokens per pack],... "
-        "such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192. Or auto: strategies and lengths are chosen at the start "
-        "by measured speed and memory, and then again for each mini-batch from the chosen set.",
+        "auto", "Which strategy trains which lengths, shortest first: strategy:longest sequence[@tokens per pack],... "
+        "such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192. Or auto: strategies and lengths are chosen at the start by "
+        "measured speed and memory, and then again for each mini-batch from the chosen set.",
         recorded=True,
-    )
+    )  # fmt: skip
     hotspa_model_path: str | None = flag(
-        None,
-        "Folder of a saved model (safetensors). Each process reads only its share, for models that no process can "
-        "hold. The same as passing the folder as the model; a config may be passed beside it, and its dtype is then "
-        "the dtype of the model.",
+        None, "Folder of a saved model (safetensors). Each process reads only its share, for models that no process "
+        "can hold. The same as passing the folder as the model; a config may be passed beside it, and its dtype is "
+        "then the dtype of the model.",
         of_one_rank="a path; the files of weights are compared",
-    )
+    )  # fmt: skip
     hotspa_longest: int | None = flag(
-        None,
-        "With auto: the longest sequence that must fit, in tokens. Default: the longest of the data; if "
+        None, "With auto: the longest sequence that must fit, in tokens. Default: the longest of the data; if "
         "hotspa_overlong handles longer ones, the longest that model and memory allow.",
         number=Number(1, UNLIMITED_TOKENS - 1, whole=True),
-    )
+    )  # fmt: skip
     hotspa_max_buckets: int = flag(
-        3,
-        "With auto: the most buckets, each with its own strategy. 1 never switches.",
+        3, "With auto: the most buckets, each with its own strategy. 1 never switches.",
         number=Number(1, MOST_PHASES, whole=True, fix=f"use 3, say, and at most {MOST_PHASES}"),
-    )
+    )  # fmt: skip
     hotspa_calibration: str | None = flag(
-        None,
-        "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, as "
-        "thoroughly, kept in the cache for this machine, model and these versions). Default with auto: about 20 s of "
-        "measuring before the nearest plans are raced, none on one process. Default with given strategies: the "
+        None, "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, "
+        "as thoroughly, kept in the cache for this machine, model and these versions). Default with auto: about 20 s "
+        "of measuring before the nearest plans are raced, none on one process. Default with given strategies: the "
         "contents of the cache, if any, which decide nothing and are shown in the log and the report.",
-    )
+    )  # fmt: skip
     hotspa_mini_batch_size: int | None = flag(
-        None,
-        "Rows of one optimizer step, over all processes. It overrides per_device_train_batch_size, need not "
+        None, "Rows of one optimizer step, over all processes. It overrides per_device_train_batch_size, need not "
         "divide evenly, and each row comes once per pass. Default: per_device_train_batch_size * processes * "
         "gradient_accumulation_steps, distributed as by the stock Trainer.",
         number=Number(1, 2**31 - 1, whole=True),
-    )
+    )  # fmt: skip
     hotspa_overlong: str = flag(
-        "error",
-        "What happens to sequences longer than the longest bucket: error, truncate, split or drop. "
-        "Every use is counted in the log.",
-        choices=OVERLONG_POLICIES,
-        recorded=True,
-    )
+        "error", "What happens to sequences longer than the longest bucket: error, truncate, split or drop. Every use "
+        "is counted in the log.",
+        choices=OVERLONG_POLICIES, recorded=True,
+    )  # fmt: skip
     hotspa_empty_rows: str = flag(
-        ERROR,
-        "What happens to rows that are null, or have nothing to learn (an empty text, no messages, no input_ids): error "
-        "(on null), or skip. A mini-batch then has fewer rows, and the log counts them.",
+        ERROR, "What happens to rows that are null, or have nothing to learn (an empty text, no messages, no "
+        "input_ids): error (on null), or skip. A mini-batch then has fewer rows, and the log counts them.",
         choices=EMPTY_POLICIES,
-    )
+    )  # fmt: skip
     hotspa_pipeline_schedule: str = flag(
-        "auto",
-        "Schedule of pipelines: auto, own (the same: 1F1B for packs of any shapes), 1f1b (interleaved "
-        "with +v2) or gpipe (torch's, which pad packs to one shape). None holds more tokens than a bucket allows.",
-        choices=SCHEDULES,
-        option="pipeline_schedule",
-        recorded=True,
-    )
+        "auto", "Schedule of pipelines: auto, own (the same: 1F1B for packs of any shapes), 1f1b (interleaved with "
+        "+v2) or gpipe (torch's, which pad packs to one shape). None holds more tokens than a bucket allows.",
+        choices=SCHEDULES, option="pipeline_schedule", recorded=True,
+    )  # fmt: skip
     hotspa_context_parallel: str = flag(
-        "auto",
-        "How the ranks of cp attend; auto moves the least data.",
-        choices=WAYS,
-        option="context_parallel",
-        recorded=True,
-    )
+        "auto", "How the ranks of cp attend; auto moves the least data.",
+        choices=WAYS, option="context_parallel", recorded=True,
+    )  # fmt: skip
     hotspa_staging_mb: int = flag(
-        16,
-        "Size of each of the two staging buffers of a switch, in MiB.",
-        number=Number(1, whole=True, fix="use at least 1; 16 is fast"),
-        option="staging_bytes",
+        16, "Size of each of the two staging buffers of a switch, in MiB.",
+        number=Number(1, whole=True, fix="use at least 1; 16 is fast"), option="staging_bytes",
         made=lambda mib: mib << 20,
-    )
+    )  # fmt: skip
     hotspa_overlap_load: str = flag(
-        "auto",
-        "Whether a phase starts to compute once the weights of its first layers have arrived: on, off, or auto "
+        "auto", "Whether a phase starts to compute once the weights of its first layers have arrived: on, off, or auto "
         "(on with accelerators, off on CPU, where a switch takes cores from the computation).",
-        choices=ON_OFF,
-        option="overlap_load",
-        made=ON_OFF.get,
-    )
+        choices=ON_OFF, option="overlap_load", made=ON_OFF.get,
+    )  # fmt: skip
     hotspa_overlap_return: str = flag(
-        "auto",
-        "Whether gradients leave during the backward pass: on, off, or auto, as for hotspa_overlap_load.",
-        choices=ON_OFF,
-        option="overlap_return",
-        made=ON_OFF.get,
-    )
+        "auto", "Whether gradients leave during the backward pass: on, off, or auto, as for hotspa_overlap_load.",
+        choices=ON_OFF, option="overlap_return", made=ON_OFF.get,
+    )  # fmt: skip
     hotspa_planner: str = flag(
-        "relay",
-        "How switches are planned: relay (data that a node lacks enters it once), or, to compare, algorithm1 (the "
-        "paper's), round_robin, first_owner.",
-        choices=PLANNERS,
-        option="planner",
-        recorded=True,
-    )
+        "relay", "How switches are planned: relay (data that a node lacks enters it once), or, to compare, algorithm1 "
+        "(the paper's), round_robin, first_owner.",
+        choices=PLANNERS, option="planner", recorded=True,
+    )  # fmt: skip
     hotspa_second_source: str = flag(
-        "auto",
-        "Whether a phase also loads from the previous phase's weights, kept for it: on, off, or auto (on with "
+        "auto", "Whether a phase also loads from the previous phase's weights, kept for it: on, off, or auto (on with "
         "accelerators if a second copy of the weights is small relative to the memory).",
-        choices=ON_OFF,
-        option="second_source",
-        made=ON_OFF.get,
-    )
+        choices=ON_OFF, option="second_source", made=ON_OFF.get,
+    )  # fmt: skip
     hotspa_grad_accum_dtype: str = flag(
-        FP32,
-        "The dtype in which the packs of a phase add up their gradients: fp32, or bf16 (half the memory; small late "
-        "contributions are rounded away). The sums over phases and ranks are always fp32.",
+        FP32, "The dtype in which the packs of a phase add up their gradients: fp32, or bf16 (half the memory; small "
+        "late contributions are rounded away). The sums over phases and ranks are always fp32.",
         choices=ACCUMULATION_DTYPES,
-    )
+    )  # fmt: skip
     hotspa_grad_wire_dtype: str = flag(
-        AUTO_DTYPE,
-        "The dtype in which gradients travel to the rank that sums them: fp32, bf16 (half the bytes, rounded once "
-        "before the transfer), or auto (the dtype in which they add up).",
+        AUTO_DTYPE, "The dtype in which gradients travel to the rank that sums them: fp32, bf16 (half the bytes, "
+        "rounded once before the transfer), or auto (the dtype in which they add up).",
         choices=WIRE_DTYPES,
-    )
+    )  # fmt: skip
     hotspa_memory_limit_mb: int | None = flag(
-        None,
-        "MiB that a run may use on a device: weights, gradients, master store, optimizer state, switch buffers "
+        None, "MiB that a run may use on a device: weights, gradients, master store, optimizer state, switch buffers "
         "and activations, whoever chose the strategies. Strategies that need more raise an error at the start. "
         "Default: auto plans with nine tenths of the free memory, on CPU shared by the processes of a machine.",
-        number=Number(1, whole=True, fix="leave it out for no limit"),
-        option="memory_limit",
+        number=Number(1, whole=True, fix="leave it out for no limit"), option="memory_limit",
         made=lambda mib: mib << 20 if mib else None,
-    )
+    )  # fmt: skip
     hotspa_offload: str = flag(
-        "none",
-        "master keeps the master store in host memory: fp32 weights, gradient sums, optimizer state. AdamW is "
+        "none", "master keeps the master store in host memory: fp32 weights, gradient sums, optimizer state. AdamW is "
         "DeepSpeed's CPU Adam there, if DeepSpeed (the extra deepspeed) and a C++ compiler are installed.",
-        choices=OFFLOADS,
-        option="offload_master",
-        made=lambda where: where == "master",
-    )
+        choices=OFFLOADS, option="offload_master", made=lambda where: where == "master",
+    )  # fmt: skip
     hotspa_switch_timeout: float = flag(
-        120.0,
-        "Seconds that a switch may wait for a peer before it fails. With overlapped gradient returns, where "
+        120.0, "Seconds that a switch may wait for a peer before it fails. With overlapped gradient returns, where "
         "waiting for a peer means waiting for its computation, ddp_timeout applies instead.",
-        number=replace(SECONDS, fix="use some minutes; 120 is the default"),
-        option="switch_timeout_s",
-    )
+        number=replace(SECONDS, fix="use some minutes; 120 is the default"), option="switch_timeout_s",
+    )  # fmt: skip
     hotspa_async_save: bool = flag(
-        False,
-        "Write checkpoints in the background, from a copy of the master store and the optimizer state in host "
+        False, "Write checkpoints in the background, from a copy of the master store and the optimizer state in host "
         "memory. A checkpoint exists from the first step at which all ranks have written it.",
-    )
+    )  # fmt: skip
     hotspa_stock_checkpoints: bool = flag(
-        False,
-        "Checkpoints also hold the files that the stock Trainer resumes from: optimizer.pt, scheduler.pt, "
+        False, "Checkpoints also hold the files that the stock Trainer resumes from: optimizer.pt, scheduler.pt, "
         "rng_state*.pth and training_args.bin. With AdamW 8 more bytes per parameter, which rank 0 gathers in host "
         "memory and writes.",
         as_stock=True,
-    )
+    )  # fmt: skip
     hotspa_max_failed_saves: int = flag(
-        3,
-        "How many saves in a row may fail (full disk, ...), with a warning each, before training stops.",
+        3, "How many saves in a row may fail (full disk, ...), with a warning each, before training stops.",
         number=Number(0, whole=True, fix="use 0 to stop at the first one"),
-    )
+    )  # fmt: skip
     hotspa_allow_data_order_change: bool = flag(
-        False,
-        "Resume although seed, mini-batch size or data set changed, so that sequences may be trained twice or "
+        False, "Resume although seed, mini-batch size or data set changed, so that sequences may be trained twice or "
         "not at all.",
-    )
+    )  # fmt: skip
     hotspa_attention_dropout: float | None = flag(
-        None,
-        "0 disables dropout of attention probabilities, whatever the model's config says (attention_dropout, "
+        None, "0 disables dropout of attention probabilities, whatever the model's config says (attention_dropout, "
         "attn_pdrop): dropout needs a slower attention. Default: as the config says.",
         number=Number(0, 0, fix="use 0 for none, or leave it out and set the probability in the model's config"),
-        option="attention_dropout",
-        made=lambda probability: probability is None,
-    )
+        option="attention_dropout", made=lambda probability: probability is None,
+    )  # fmt: skip
     hotspa_eval_strategy: str = flag(
-        "longest",
-        "What evaluate() and predict() run under: longest (all lengths under the strategy of the longest "
+        "longest", "What evaluate() and predict() run under: longest (all lengths under the strategy of the longest "
         "bucket, which fits them all), buckets (each length as it is trained), or one of hotspa_strategies, such as "
         "dp4.",
-    )
+    )  # fmt: skip
     hotspa_skip_non_finite: int = flag(
-        0,
-        "How many mini-batches in a row may be skipped because their loss or gradient is not finite. A skipped "
-        "one changes no weight, counts as a step and is counted in the log. With 0 the first one is an error.",
+        0, "How many mini-batches in a row may be skipped because their loss or gradient is not finite. A skipped one "
+        "changes no weight, counts as a step and is counted in the log. With 0 the first one is an error.",
         number=Number(0, whole=True, fix="use 0 to skip none, or a small number"),
-    )
+    )  # fmt: skip
     hotspa_phase_table: bool = flag(
-        False,
-        "Print a table of the phases at every logging step, on the main process.",
-        as_stock=True,
-        of_one_rank="the main process prints it",
-    )
+        False, "Print a table of the phases at every logging step, on the main process.",
+        as_stock=True, of_one_rank="the main process prints it",
+    )  # fmt: skip
     hotspa_log_all: bool = flag(
-        False,
-        "Print all hotspa/ numbers of a log, not one line.",
-        as_stock=True,
-        of_one_rank="the main process prints them",
-    )
+        False, "Print all hotspa/ numbers of a log, not one line.",
+        as_stock=True, of_one_rank="the main process prints them",
+    )  # fmt: skip
     hotspa_report: bool = flag(
-        True,
-        "Write what the steps did into output_dir/hotspa_report: a record (hotspa_trace.jsonl), and at the "
-        "end a page of it (report.html). hf-hotspa report makes the page of a run that was stopped.",
+        True, "Write what the steps did into output_dir/hotspa_report: a record (hotspa_trace.jsonl), and at the end a "
+        "page of it (report.html). hf-hotspa report makes the page of a run that was stopped.",
         as_stock=True,
-    )
+    )  # fmt: skip
     hotspa_trace_steps: int = flag(
-        3,
-        "Steps in perfetto_trace.json beside the record, starting with the second; 0 for none.",
-        number=Number(0, whole=True, fix="use 0 for no trace, or some; 3 is the default"),
-        as_stock=True,
-    )
+        3, "Steps in perfetto_trace.json beside the record, starting with the second; 0 for none.",
+        number=Number(0, whole=True, fix="use 0 for no trace, or some; 3 is the default"), as_stock=True,
+    )  # fmt: skip
 
     fsdp_stage = 0  # the ZeRO stage that `fsdp` is mapped to
     scoring = Scoring()  # what a step of its trainer runs beside its training pass

@@ -87,23 +87,20 @@ class ScriptArguments:
         None, "The data to evaluate, as --dataset; after each epoch unless --eval_strategy is given."
     )
     eval_split: str | None = flag(
-        None,
-        "The split to evaluate: of --eval_dataset (default: train), or else of --dataset, such as "
-        "'train[90%%:]' or 'validation'.",
-    )
+        None, "The split to evaluate: of --eval_dataset (default: train), or else of --dataset, such as 'train[90%%:]' "
+        "or 'validation'.",
+    )  # fmt: skip
     dtype: str = flag(
-        "auto",
-        "The dtype in which weights are read: float32, bfloat16, or auto (float32; for the frozen base of an "
+        "auto", "The dtype in which weights are read: float32, bfloat16, or auto (float32; for the frozen base of an "
         "adapter the dtype of its files). With --bf16, computation is in bfloat16 in any case.",
-    )
+    )  # fmt: skip
     lora_r: int = flag(0, "Train a LoRA adapter of this rank instead of all weights, such as 16.")
     lora_alpha: int | None = flag(None, "The adapter's factor is lora_alpha / lora_r; default: twice the rank.")
     lora_targets: str = flag("all-linear", "Layers with an adapter, separated by commas; or 'all-linear'.")
     measure_gain: int = flag(
-        0,
-        "After training, time so many mini-batches with switching and under single strategies that fit (DDP, FSDP, "
+        0, "After training, time so many mini-batches with switching and under single strategies that fit (DDP, FSDP, "
         "tensor parallelism, a pipeline, the best as predicted), and report how much faster switching is; 0 for none.",
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
