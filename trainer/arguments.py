@@ -246,7 +246,7 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
     def complete(self) -> None:
         """Checks everything and derives the remaining values, once the attributes of `TrainingArguments` are set up."""
         given_arguments.check_values(self)
-        self.bf16 = bool(vars(self)["bf16"]) or given_arguments.wants_bf16()  # untyped in transformers
+        self.bf16 = bool(vars(self)["bf16"]) or given_arguments.mixed_precision() == "bf16"  # untyped in transformers
         given_arguments.check_processes(self.world_size)
         if not self.hotspa_strategies:
             raise HotspaConfigError(

@@ -68,7 +68,7 @@ def refuse_launcher_settings() -> None:
             why="replicas are rebound to other storage for every phase",
             fix="leave dynamo_config out of the configuration, and --dynamo_backend out of the launch line",
         )
-    precision = _mixed_precision()
+    precision = mixed_precision()
     if precision not in _DTYPES:
         raise UnsupportedError(
             f"accelerate was told to train in mixed precision {precision}",
@@ -77,12 +77,8 @@ def refuse_launcher_settings() -> None:
         )
 
 
-def wants_bf16() -> bool:
-    """Whether accelerate's configuration asks for bf16, which is `bf16=True` to the Trainer."""
-    return _mixed_precision() == "bf16"
-
-
-def _mixed_precision() -> str:
+def mixed_precision() -> str:
+    """What accelerate's configuration asks for: no, bf16 (which is `bf16=True` to the Trainer), or another one."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
 
 

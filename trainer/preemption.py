@@ -36,7 +36,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_hotspa.callbacks.progress import in_notebook
 from hf_hotspa.callbacks.step_reports import ReportCallback
 from hf_hotspa.checkpoint.format.folder import checkpoints
-from hf_hotspa.errors import DataError, HotspaError, NonFiniteError, printable
+from hf_hotspa.errors import DataError, HotspaError, printable
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.uncaught import interrupt_is_announced, signal_came
@@ -66,14 +66,12 @@ class Preemption:
     def __enter__(self) -> "Preemption":
         self.requested, self.agreed, self._first = False, False, 0
         if threading.current_thread() is threading.main_thread():
-            both = (signal.SIGTERM, signal.SIGINT)
-            before: dict[int, Any] = {number: signal.getsignal(number) for number in both}
-            if before[signal.SIGTERM] is None:  # not set from Python: it could not be restored
-                del before[signal.SIGTERM]
-            if before[signal.SIGINT] is not signal.default_int_handler:
-                del before[signal.SIGINT]
-            self._before = before
-            for number in before:
+            sigterm, sigint = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+            # a handler that was not set from Python could not be restored
+            self._before = {signal.SIGTERM: sigterm} if sigterm is not None else {}
+            if sigint is signal.default_int_handler:
+                self._before[signal.SIGINT] = sigint
+            for number in self._before:
                 signal.signal(number, self._note)
         return self
 
@@ -152,12 +150,8 @@ def say_interrupted(trainer: Any) -> None:
         trainer.callback_handler.dispatch("on_train_interrupted", trainer.args, trainer.state, trainer.control)
     saved = checkpoints(Path(trainer.args.output_dir)) if trainer.args.output_dir else []
     resumes = f"train(resume_from_checkpoint=True) resumes from {saved[0]}" if saved else "no checkpoint was saved"
-    logger.warning(
-        "Ctrl-C: training stopped after step %d; %s%s",
-        trainer.state.global_step,
-        resumes,
-        _where_the_report_is(trainer),
-    )
+    where = _where_the_report_is(trainer)
+    logger.warning("Ctrl-C: training stopped after step %d; %s%s", trainer.state.global_step, resumes, where)
     interrupt_is_announced()
 
 
@@ -171,9 +165,7 @@ class SkippedMiniBatches:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.total = 0  # how many were skipped in total
-        self._in_a_row = 0
-        self._since_log = 0
+        self.total = self._in_a_row = self._since_log = 0  # how many were skipped
         self._loss_sum, self._num_losses = 0.0, 0
 
     def skip(self, switched: SwitchedModel, error: HotspaError) -> Tensor:
@@ -215,7 +207,7 @@ class SkippedMiniBatches:
 
 
 class NoLabelsError(DataError):
-    """A mini-batch without a label token."""
+    """A mini-batch without a label token, which may be skipped."""
 
 
 def no_labels(step: int) -> NoLabelsError:
@@ -226,11 +218,6 @@ def no_labels(step: int) -> NoLabelsError:
         why="the loss is a mean over label tokens",
         fix="use larger mini-batches, drop rows without labels, or skip such mini-batches with hotspa_skip_non_finite=2, say",
     )
-
-
-def may_be_skipped(failure: HotspaError) -> bool:
-    """Whether the error only says that a mini-batch cannot be trained."""
-    return isinstance(failure, NonFiniteError | NoLabelsError)
 
 
 def unreadable(error: Exception, rank: int) -> HotspaError:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import wraps
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -104,12 +103,6 @@ def leave_default_group() -> None:
     """At exit: gloo processes that leave with a live group sometimes abort after a correct run."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def mixin_of(library: type) -> type:
-    """The mixin that a trainer of TRL needs, derived from `SwitchedMixin`."""
-    mixin: type = import_module("hf_hotspa.trl").in_front_of(library)
-    return mixin
 
 
 @dataclass

@@ -7,9 +7,11 @@ each calls `super()`. Methods that cannot are in `Replaced`, directly in front o
 """
 
 import atexit
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
+from importlib import import_module
 from itertools import islice
 from operator import is_not
 from pathlib import Path
@@ -29,7 +31,7 @@ from hf_hotspa.data import collator as collating
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.engine.master import bare_optimizer
-from hf_hotspa.errors import HotspaError, printable
+from hf_hotspa.errors import HotspaError, NonFiniteError, printable
 from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.parallel.loss import TokenSlice
@@ -88,10 +90,8 @@ class SwitchedMixin(_Base):
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
         self._hotspa_checkpoints = Checkpoints(args, self._hotspa_ranks.agreement, self._hotspa_pushes)
         self._hotspa_flags, self._hotspa_rows = events.Flags(self), Rows(self, loss_columns)
-        self._hotspa_skipped, self._hotspa_preemption = (
-            SkippedMiniBatches(args.hotspa_skip_non_finite),
-            Preemption(args),
-        )
+        self._hotspa_skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
+        self._hotspa_preemption = Preemption(args)
         self._hotspa_resumption: Resumption | StockCheckpoint | None = None
         self._hotspa_state, self._hotspa_order = dict[str, Any](), dict[str, Any]()
         self._hotspa_place, self._hotspa_pass = resuming.next_pass({}, 0), 1
@@ -268,11 +268,8 @@ class SwitchedMixin(_Base):
             raise passed_over(type(self), "train")
         alone = self.args.world_size == 1
         try:
-            with (
-                self.callback_handler.deferring_errors(alone),
-                self._hotspa_preemption,
-                self._hotspa_ranks.telling(self, "training"),
-            ):
+            telling = self._hotspa_ranks.telling(self, "training")
+            with self.callback_handler.deferring_errors(alone), self._hotspa_preemption, telling:
                 output: TrainOutput = super()._inner_training_loop(*args, **kwargs)
                 if self.engine is not None:
                     self.engine.agreement.check({}, self.callback_handler.error, "end of training")
@@ -368,14 +365,9 @@ class SwitchedMixin(_Base):
         table = self._hotspa_check_rows(switched, train_dataloader)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         switched.step = self.state.global_step
-        if (
-            self._hotspa_place["read"]
-            and not hasattr(self.train_dataset, "set_epoch")
-            and collating.is_stream(self.train_dataset)
-        ):
+        if not hasattr(self.train_dataset, "set_epoch") and collating.is_stream(self.train_dataset):
             for number in self._hotspa_place["read"]:  # the order of a stream may depend on how often it was read
-                for _ in islice(train_dataloader, number):
-                    pass
+                deque(islice(train_dataloader, number), maxlen=0)
         if table is not None:
             watchers.plan.compare_with_single(table, self.args.hotspa_rows_a_step)
         self._hotspa_began = True
@@ -447,9 +439,9 @@ class SwitchedMixin(_Base):
         place = dict(self._hotspa_place)
         if self.control.should_epoch_stop:  # a callback ends the pass here
             place = resuming.next_pass(place, place["epoch"] + 1)
-        return state | (
-            {"stream": place | self._hotspa_rows.parts.state()} if collating.is_stream(self.train_dataset) else {}
-        )
+        if collating.is_stream(self.train_dataset):
+            state["stream"] = place | self._hotspa_rows.parts.state()
+        return state
 
     def load_hotspa_state(self, state: dict[str, Any]) -> None:
         """Resumes from `hotspa_state` before the first mini-batch; the engine may not have been started yet.
@@ -494,12 +486,10 @@ class SwitchedMixin(_Base):
         switched, batches, handler = self.switched, list[Any](), self.callback_handler
         engine, error = switched.engine, handler.error
         try:
-            parts = self._hotspa_rows.parts
-            batches = (
-                parts.read(epoch_iterator, num_batches, engine.agreement)
-                if parts.apart
-                else list(islice(epoch_iterator, num_batches))
-            )
+            if (parts := self._hotspa_rows.parts).apart:
+                batches = parts.read(epoch_iterator, num_batches, engine.agreement)
+            else:
+                batches = list(islice(epoch_iterator, num_batches))
         except Exception as failure:  # of a data set, or a collator
             error = error or preemption.unreadable(failure, self.args.process_index)
             collating.release_others(handler.train_dataloader)
@@ -518,9 +508,8 @@ class SwitchedMixin(_Base):
                 cut = cut + batch.pop(collating.COUNTS)
         switched.cut = dict(zip(CUT, cut.tolist() if isinstance(cut, Tensor) else [0] * len(CUT), strict=True))
         switched.step = self._hotspa_read_for = self.state.global_step
-        models_own = (
-            self.label_smoother is None and self.compute_loss_func is None
-        )  # else each batch is scored separately
+        # else each batch is scored separately
+        models_own = self.label_smoother is None and self.compute_loss_func is None
         first = batches[0] if len(batches) > 1 and models_own and switched.missed < _MISSED else None
         if isinstance(first, dict) and "labels" in first:
             given = self.model_accepts_loss_kwargs and self._hotspa_prepares  # TRL's losses divide by it themselves
@@ -554,7 +543,7 @@ class SwitchedMixin(_Base):
                 raise preemption.no_labels(self.state.global_step)
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         except HotspaError as failure:
-            if not preemption.may_be_skipped(failure):
+            if not isinstance(failure, NonFiniteError | preemption.NoLabelsError):
                 raise
             return self._hotspa_skip(failure).to(self.args.device)
         if self.args.hotspa_skip_non_finite:
@@ -641,9 +630,7 @@ class SwitchedMixin(_Base):
         if occasion in events.STARTS:
             looks = switched.engine.agreement.run("callbacks", handler.may_look)
             looks = switched.engine.agreement.gather(looks).amax(0)
-            handler.looked_at = frozenset(
-                event for event, any_looks in zip(events.STEP_EVENTS, looks, strict=True) if any_looks
-            )
+            handler.looked_at = frozenset(e for e, looks_at in zip(events.STEP_EVENTS, looks, strict=True) if looks_at)
         if occasion in handler.looked_at or switched.engine.any_rank(handler.is_looked_at(occasion, self)):
             switched.show()
 
@@ -667,9 +654,8 @@ class SwitchedMixin(_Base):
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As in the class behind. Collective: the hub's error on the main process is raised by all ranks."""
-        self._hotspa_ranks.agreement().run(
-            "hub", lambda: super(SwitchedMixin, self).init_hf_repo(*args, **kwargs), otherwise=hub_error
-        )
+        made = lambda: super(SwitchedMixin, self).init_hf_repo(*args, **kwargs)  # noqa: E731
+        self._hotspa_ranks.agreement().run("hub", made, otherwise=hub_error)
         if self.hub_model_id is None:  # only the main process knows it, and `push_to_hub` requires it on every rank
             self.hub_model_id = ""
 
@@ -726,7 +712,9 @@ def switched(base: type) -> type:
     if issubclass(base, SwitchedMixin):
         return base
     if base is library:
-        return inserted(base, (HotSPaTrainer,) if base is Trainer else (start.mixin_of(base), base, Replaced))
+        # a trainer of TRL needs a mixin that is derived from `SwitchedMixin`
+        mixin = None if base is Trainer else import_module("hf_hotspa.trl").in_front_of(base)
+        return inserted(base, (HotSPaTrainer,) if mixin is None else (mixin, base, Replaced))
     return inserted(base, (base, HotSPaTrainer if library is Trainer else switched(library)))
 
 
