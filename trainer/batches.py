@@ -234,9 +234,8 @@ class Rows:
         )
         self._collators.append(collator)
         for border in collator.borders if is_training else ():
-            if border < (
-                self._config().get_text_config().max_position_embeddings or 0
-            ):  # else no longer row is trained
+            most = self._config().get_text_config().max_position_embeddings or 0
+            if border < most:  # else no longer row is trained
                 self._say(
                     f"rows of up to {border} tokens have other rotary factors than longer ones, and each is trained with the "
                     "factors for its length; a padded batch of the stock Trainer has the factors of its longest row"
@@ -254,9 +253,8 @@ class Rows:
         dispatch, several = config.dispatch_batches, self._args.world_size > 1
         has_context, chosen = hasattr(args, "dataloader_multiprocessing_context"), workers_context(args)
         changes = args.hotspa_overlong != collating.ERROR or args.hotspa_skips_empty
-        if (changes and (several or is_training)) or (
-            several and self._given_collator() is None and is_stream(dataset)
-        ):
+        pads = several and self._given_collator() is None and is_stream(dataset)
+        if pads or (changes and (several or is_training)):
             if several and dispatch is not False and isinstance(dataset, datasets.IterableDataset):
                 if dataset._distributed is not None:
                     raise UnsupportedError(
@@ -337,8 +335,7 @@ class Rows:
 
     def _signature(self) -> list[str]:
         self._trainer._set_signature_columns_if_needed()
-        columns: list[str] = self._trainer._signature_columns
-        return columns
+        return list(self._trainer._signature_columns)
 
     def _say(self, text: str) -> None:
         if text not in self._logged and self._args.process_index == 0:
@@ -463,10 +460,8 @@ class _Rendered:
     def of(cls, dataset: Any, tokenizer: Any, skips_empty: bool) -> Any:
         if tokenizer is None or getattr(dataset, "column_names", None) or not len(dataset):
             return dataset
-        first = dataset[0]
-        return (
-            cls(dataset, tokenizer, skips_empty) if isinstance(first, Mapping) and "input_ids" not in first else dataset
-        )
+        is_text = isinstance(first := dataset[0], Mapping) and "input_ids" not in first
+        return cls(dataset, tokenizer, skips_empty) if is_text else dataset
 
     def __len__(self) -> int:
         return len(self._dataset)

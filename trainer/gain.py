@@ -40,12 +40,11 @@ them."""
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run a mini-batch. `choose`: chooses among them for the lengths of a mini-batch; None if they stay the
-    same."""
+    """One way to run a mini-batch."""
 
     name: str
     buckets: tuple[Bucket, ...]  # the buckets that it runs under
-    choose: Callable[[Sequence[int]], tuple[Bucket, ...]] | None = None
+    choose: Callable[[Sequence[int]], tuple[Bucket, ...]] | None = None  # among them, for the lengths of a mini-batch
 
     def of(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
         return self.buckets if self.choose is None else self.choose(lengths)
@@ -107,7 +106,7 @@ def measure_gain(trainer: "SwitchedMixin", steps: int = 5) -> MeasuredGain | Non
 def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Side, steps: int) -> list[Documents]:
     """The rows of the first mini-batches of the run; fewer than `steps` if an epoch has fewer. Collective."""
     longest, shape = max(bucket.longest for bucket in hot.buckets), engine.description.shape
-    loader, rules = trainer.get_train_dataloader(), RowRules(columns=_columns(trainer))
+    loader, rules = trainer.get_train_dataloader(), _rules(trainer)
     trainer._hotspa_rows.take_longest(longest)
     accumulation: int = vars(trainer.args)["gradient_accumulation_steps"]
     exchange, mini_batches, state = Exchange(engine.agreement, engine.world_size), list[Documents](), random_state()
@@ -131,8 +130,9 @@ def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Sid
     return mini_batches
 
 
-def _columns(trainer: "SwitchedMixin") -> tuple[str, ...]:
-    return trainer._hotspa_loss.columns if trainer._hotspa_loss is not None else ()
+def _rules(trainer: Any) -> RowRules:
+    loss = trainer._hotspa_loss
+    return RowRules(columns=loss.columns if loss is not None else ())
 
 
 def _take_turns(
@@ -142,8 +142,7 @@ def _take_turns(
     (repeated if fewer than `steps`) after an untimed one. Collective."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     differences, verbose = [], trainer.is_world_process_zero()
-    shape = engine.description.shape
-    rules = RowRules(columns=_columns(trainer))
+    shape, rules = engine.description.shape, _rules(trainer)
     collator = PackedBucketCollator(
         engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost, rules=rules
     )

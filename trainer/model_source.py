@@ -210,9 +210,8 @@ def tokenizer_files(tokenizer: Any) -> SideFiles:
 
 def argument_files(args: HotSPaTrainingArguments) -> SideFiles:
     """The arguments as JSON, and pickled if the stock Trainer is to read them."""
-    files: SideFiles = {
-        TRAINING_ARGUMENTS: lambda folder: (folder / TRAINING_ARGUMENTS).write_text(args.to_json_string() + "\n")
-    }
+    write = lambda folder: (folder / TRAINING_ARGUMENTS).write_text(args.to_json_string() + "\n")  # noqa: E731
+    files: SideFiles = {TRAINING_ARGUMENTS: write}
     if args.hotspa_stock_checkpoints:
         files[PICKLED_ARGUMENTS] = lambda folder: (folder / PICKLED_ARGUMENTS).write_bytes(pickled(args))
     return files

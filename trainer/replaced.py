@@ -144,13 +144,8 @@ class Replaced(_Base):
         writers = any(is_overridden(self, name) for name in WRITERS)
         seen = self.switched.engine.agreement.gather([float(writers), float(writers or self._hotspa_saves_at_once)])
         any_writes, at_once = map(bool, seen.amax(dim=0).tolist())
-        checkpoints.save(
-            Path(self._get_output_dir(trial)),
-            self.state,
-            lambda run: CheckpointContents(self, run),
-            at_once,
-            self._hotspa_write_more if any_writes else None,
-        )
+        folder, more = Path(self._get_output_dir(trial)), self._hotspa_write_more if any_writes else None
+        checkpoints.save(folder, self.state, lambda run: CheckpointContents(self, run), at_once, more)
         self._hotspa_show(SAVE)
 
     def _hotspa_write_more(self, folder: Path) -> None:
@@ -187,9 +182,8 @@ class Replaced(_Base):
     def _hotspa_writes(self, output_dir: str | None) -> bool:
         """Whether a folder is the checkpoint that overrides may add files to now."""
         written = self._hotspa_written
-        return (
-            written is not None and output_dir is not None and os.path.abspath(written) == os.path.abspath(output_dir)
-        )
+        there = written is not None and output_dir is not None
+        return there and os.path.abspath(written) == os.path.abspath(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._hotspa_pushes.begin(Path(checkpoint_folder))
@@ -211,9 +205,8 @@ class Replaced(_Base):
 
         def save() -> None:
             if self.args.should_save:
-                save_whole(
-                    self.model, target, state_dict, tokenizer_files(tokenizer_of(self)) | argument_files(self.args)
-                )
+                beside = tokenizer_files(tokenizer_of(self)) | argument_files(self.args)
+                save_whole(self.model, target, state_dict, beside)
 
         same_outcome(f"the model saved in {target}", save, self.is_world_process_zero(), float(self.args.ddp_timeout))
 
@@ -235,9 +228,8 @@ def passed_over(cls: type, method: str) -> UnsupportedError:
 def library_of(base: type) -> type:
     """The trainer of TRL or transformers that a class derives from. Raises `HotspaConfigError` if there is none."""
     if not (isinstance(base, type) and issubclass(base, Trainer)):
-        raise HotspaConfigError(
-            f"switched({base!r})", fix="give a subclass of transformers.Trainer, or the class itself"
-        )
+        fix = "give a subclass of transformers.Trainer, or the class itself"
+        raise HotspaConfigError(f"switched({base!r})", fix=fix)
     return next((c for c in base.__mro__ if c.__module__.partition(".")[0] == "trl"), Trainer)
 
 
@@ -281,8 +273,7 @@ def replaced_behind(cls: type) -> None:
     def over(base: type) -> type:
         if not issubclass(base, Trainer) or issubclass(base, Replaced):
             return base
-        return new_class(
-            base.__name__, (base, Replaced), exec_body=lambda body: body.update(__module__=base.__module__)
-        )
+        fill = lambda body: body.update(__module__=base.__module__)  # noqa: E731
+        return new_class(base.__name__, (base, Replaced), exec_body=fill)
 
     cls.__bases__ = tuple(map(over, cls.__bases__))

@@ -64,8 +64,7 @@ def find_checkpoint(
         chosen = agreement.run("resume", lambda: _verified(Path(asked), agreement, args.world_size, model))
     if args.process_index == 0:
         state = TrainerState.load_from_json(str(chosen.path / TRAINER_STATE_NAME))
-        resumed = f"Resuming from {chosen.path}: after step {state.global_step} of {state.max_steps}"
-        tqdm.write(printable(resumed))
+        tqdm.write(printable(f"Resuming from {chosen.path}: after step {state.global_step} of {state.max_steps}"))
     return chosen
 
 
@@ -377,9 +376,8 @@ def load_random_state(resumption: Resumption | StockCheckpoint, rank: int, agree
     `HotspaError` on every rank for a checkpoint of the stock Trainer: they cannot be read."""
     if isinstance(resumption, StockCheckpoint):
         if not agreement.run("resume", lambda: resumption.set_random_state(rank)) and rank == 0:
-            logger.warning(
-                "%s holds no random states: random numbers differ from an uninterrupted run", resumption.path
-            )
+            text = "%s holds no random states: random numbers differ from an uninterrupted run"
+            logger.warning(text, resumption.path)
         return
     world = resumption.manifest.world_size
     name = resumption.manifest.located(manifests.rank_state(rank % world, world))

@@ -34,6 +34,8 @@ def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, p
     args, model = trainer.args, trainer.model
     shape = engine.description.shape
     single = plan.single if plan.predicts else None
+    flags = (name for name, flag in flags_of(type(args)).items() if flag.recorded)
+    recorded = {name.removeprefix("hotspa_"): getattr(args, name) for name in flags}
     return RunFacts(
         world_size=engine.world_size,
         versions={name.replace("-", "_"): version_of(name) or "not installed" for name in LIBRARIES}
@@ -46,12 +48,8 @@ def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, p
             "layers": shape.num_layers,
             "compute_dtype": dtype_name(engine.description.compute_dtype),
         },
-        settings={
-            **{
-                name.removeprefix("hotspa_"): getattr(args, name)
-                for name, flag in flags_of(type(args)).items()
-                if flag.recorded
-            },
+        settings=recorded
+        | {
             "mini_batch_size": args.hotspa_rows_a_step,
             "pipeline_mode": pipeline_mode(args),
             "overlap_load": engine.overlap.load,
@@ -129,9 +127,8 @@ def command_line(words: Sequence[str]) -> str:
     for word in rest:
         flag, equals, _ = word.partition("=")
         is_secret = _SECRET.match(flag) is not None
-        shown.append(
-            "***" if hidden else f"{flag}=***" if is_secret and equals else _SECRET_VALUE.sub("***", shlex.quote(word))
-        )
+        plain = f"{flag}=***" if is_secret and equals else _SECRET_VALUE.sub("***", shlex.quote(word))
+        shown.append("***" if hidden else plain)
         hidden = is_secret and not equals
     text = " ".join(shown)
     return text if len(text) <= _LONGEST_COMMAND else text[:_LONGEST_COMMAND] + " ..."

@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -157,13 +158,11 @@ def check_script(script: Any, skips_empty: bool) -> None:
     has the fields of `ScriptArguments`. `skips_empty`: whether rows without a token are left out (`hotspa_empty_rows`).
     Raises `HotspaError` if there is no such model, tokenizer, file or split, or its rows have no known column."""
     if script.model is None and script.config is None:
-        raise HotspaConfigError(
-            "--model is missing", fix="give a folder or a hub name, such as --model Qwen/Qwen3-0.6B"
-        )
+        fix = "give a folder or a hub name, such as --model Qwen/Qwen3-0.6B"
+        raise HotspaConfigError("--model is missing", fix=fix)
     if script.model is not None and script.config is not None:
-        raise HotspaConfigError(
-            "both --model and --config are given", fix="--config is for a new model: give one of them"
-        )
+        fix = "--config is for a new model: give one of them"
+        raise HotspaConfigError("both --model and --config are given", fix=fix)
     if script.dataset is None:
         raise HotspaConfigError("--dataset is missing", fix="give a file, a folder or a hub name: --dataset my.jsonl")
     if script.lora_r:
@@ -180,8 +179,8 @@ def look_together(settings: Settings) -> None:
     """`check_script` in the running processes: an error of one, on a node without the file or a cache of the hub, is
     raised by all. Collective. Raises `HotspaError` on every process."""
     script, args = settings.script, settings.args
-    agreement = Ranks(args).agreement()
-    agreement.run("what the command line names", lambda: check_script(script, args.hotspa_skips_empty))
+    check = lambda: check_script(script, args.hotspa_skips_empty)  # noqa: E731
+    Ranks(args).agreement().run("what the command line names", check)
 
 
 def _peft() -> Any:
@@ -255,13 +254,10 @@ def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any
 
     def load() -> tuple[Any, Any, Any]:
         with args.main_process_first(desc="tokenising"):
-            tokenizer = _tokenizer(script)
-            evaluated, skips = _evaluated_rows(script), args.hotspa_skips_empty
-            return (
-                tokenizer,
-                prepare_dataset(_rows(script), tokenizer, skips_empty=skips),
-                prepare_dataset(evaluated, tokenizer, skips_empty=skips) if evaluated is not None else None,
-            )
+            tokenizer, sets = _tokenizer(script), (_rows(script), _evaluated_rows(script))
+            prepare = partial(prepare_dataset, tokenizer=tokenizer, skips_empty=args.hotspa_skips_empty)
+            trained, evaluated = (None if rows is None else prepare(rows) for rows in sets)
+            return tokenizer, trained, evaluated
 
     return Ranks(args).agreement().run("reading the data", load)
 
@@ -314,13 +310,8 @@ def run(settings: Settings) -> None:
     script, args = settings.script, settings.args
     look_together(settings)
     tokenizer, rows, evaluated = load_data(script, args)
-    trainer = HotSPaTrainer(
-        model=make_model(script, args),
-        args=args,
-        train_dataset=rows,
-        eval_dataset=evaluated,
-        processing_class=tokenizer,
-    )
+    data = {"train_dataset": rows, "eval_dataset": evaluated, "processing_class": tokenizer}
+    trainer = HotSPaTrainer(model=make_model(script, args), args=args, **data)
     finish(trainer, train(trainer, script), script)
 
 

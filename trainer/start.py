@@ -69,13 +69,10 @@ class Ranks:
     def make_output_dir(self) -> None:
         """Makes `output_dir`, which the stock Trainer does on one rank alone. Collective."""
         folder = self._args.output_dir
-        self.agreement().run(
-            "output_dir",
-            lambda: (
-                os.makedirs(folder, exist_ok=True) if self._args.should_save else None
-            ),  # as the stock Trainer does, so that all ranks know the outcome
-            otherwise=lambda failure: write_error("output_dir cannot be made", Path(folder), failure),
-        )
+        # as the stock Trainer does, so that all ranks know the outcome
+        made = lambda: os.makedirs(folder, exist_ok=True) if self._args.should_save else None  # noqa: E731
+        failed = lambda failure: write_error("output_dir cannot be made", Path(folder), failure)  # noqa: E731
+        self.agreement().run("output_dir", made, otherwise=failed)
 
     @contextmanager
     def telling(self, trainer: Any, what: str) -> Iterator[None]:
