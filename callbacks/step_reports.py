@@ -410,14 +410,9 @@ class TraceCallback(TrainerCallback):
     # -- the events of a run ----------------------------------------------------------------------------------------
 
     def on_run_begin(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: Any,
-        run: RunFacts,
-        callback_seconds: Callable[[], dict[str, float]] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, args: Any, state: TrainerState, control: Any, run: RunFacts,
+        callback_seconds: Callable[[], dict[str, float]] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         """Takes the facts of the run."""
         self._facts, self._seconds = run, callback_seconds
 

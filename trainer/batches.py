@@ -220,18 +220,12 @@ class Rows:
         if tokenizer is not None and is_stream(dataset):
             refuse_guessed(dataset)
         collator = RowCollator(
-            self._given_collator(),
-            tokenizer,
-            columns=signature if args.remove_unused_columns else None,
-            loss_columns=self._loss_columns,
-            policy=args.hotspa_overlong,
-            skips_empty=args.hotspa_skips_empty,
+            self._given_collator(), tokenizer, columns=signature if args.remove_unused_columns else None,
+            loss_columns=self._loss_columns, policy=args.hotspa_overlong, skips_empty=args.hotspa_skips_empty,
             counts=is_training and (args.hotspa_overlong != collating.ERROR or args.hotspa_skips_empty),
-            unsupported=self._unsupported_columns(),
-            borders=length_borders(self._config()),
-            longest=self._longest,
+            unsupported=self._unsupported_columns(), borders=length_borders(self._config()), longest=self._longest,
             kept=frozenset(signature) | set(collating.kept_columns(names, self._loss_columns)),
-        )
+        )  # fmt: skip
         self._collators.append(collator)
         for border in collator.borders if is_training else ():
             most = self._config().get_text_config().max_position_embeddings or 0

@@ -281,17 +281,11 @@ class CheckpointContents:
                 exported = set(saved_state(model))
         parameters = tensors.saved_parameters(self._vector, self._share.states, dtypes, exported)
         return Manifest(
-            step=self._step,
-            world_size=self._world,
-            strategies=",".join(map(str, engine.buckets)),
-            resumable=self._optimizer is not None,
-            run=self._folder.run,
-            versions=tensors.versions(),
-            files=files,
-            segments=tensors.saved_segments(self._vector, engine.master),
-            parameters=parameters,
+            step=self._step, world_size=self._world, strategies=",".join(map(str, engine.buckets)),
+            resumable=self._optimizer is not None, run=self._folder.run, versions=tensors.versions(), files=files,
+            segments=tensors.saved_segments(self._vector, engine.master), parameters=parameters,
             schema_version=manifest.format_of(parameters),
-        )
+        )  # fmt: skip
 
     def _stock_files(self) -> dict[str, Any]:
         engine, optimizer, rank, world = self._engine, self._optimizer, self._rank, self._world
@@ -453,14 +447,9 @@ class Checkpoints:
         def save(writer: CheckpointWriter) -> None:
             taken = contents(writer.folder)
             writer.save(
-                state.global_step,
-                taken.write,
-                taken.manifest,
-                limit=self._args.save_total_limit,
-                keep=kept,
-                background=self._in_background(at_once),
-                num_bytes=taken.num_bytes,
-            )
+                state.global_step, taken.write, taken.manifest, limit=self._args.save_total_limit, keep=kept,
+                background=self._in_background(at_once), num_bytes=taken.num_bytes,
+            )  # fmt: skip
             if write_more is not None:
                 write_more(writer.folder.path / checkpoint_name(state.global_step))
                 self.amend(state)

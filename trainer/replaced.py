@@ -181,9 +181,9 @@ class Replaced(_Base):
 
     def _hotspa_writes(self, output_dir: str | None) -> bool:
         """Whether a folder is the checkpoint that overrides may add files to now."""
-        written = self._hotspa_written
-        there = written is not None and output_dir is not None
-        return there and os.path.abspath(written) == os.path.abspath(output_dir)
+        if (written := self._hotspa_written) is None or output_dir is None:
+            return False
+        return os.path.abspath(written) == os.path.abspath(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._hotspa_pushes.begin(Path(checkpoint_folder))

@@ -100,17 +100,11 @@ def engine_options(
     """The options of the engine of a run. `time`: the time model that strategies were chosen and chunks are cut by.
     None for given strategies, where measurements change nothing."""
     return EngineOptions(
-        compute_dtype=torch.bfloat16 if args.bf16 else None,
-        timeout_s=float(args.ddp_timeout),
-        loss=loss,
-        neftune_alpha=args.neftune_noise_alpha,
-        seed=args.seed,
-        gradients=args.hotspa_gradients,
-        features=args.hotspa_features,
-        stage_costs=stage_costs,
-        pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {},
-        **argument_options(args),
-    )
+        compute_dtype=torch.bfloat16 if args.bf16 else None, timeout_s=float(args.ddp_timeout), loss=loss,
+        neftune_alpha=args.neftune_noise_alpha, seed=args.seed, gradients=args.hotspa_gradients,
+        features=args.hotspa_features, stage_costs=stage_costs,
+        pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {}, **argument_options(args),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -194,16 +188,9 @@ class RunPlan:
 
         def planned(among: list[Strategy]) -> Plan:
             return make_auto_plan(
-                table,
-                among,
-                cost,
-                mini_batch_size=mini_batch_size,
-                limit_bytes=known.limit_bytes,
-                longest=longest,
-                policy=self._args.hotspa_overlong,
-                max_phases=1,
-                may_chunk=False,
-            )
+                table, among, cost, mini_batch_size=mini_batch_size, limit_bytes=known.limit_bytes, longest=longest,
+                policy=self._args.hotspa_overlong, max_phases=1, may_chunk=False,
+            )  # fmt: skip
 
         self.singles = lambda: Singles.of(self._legal, lambda s: planned([s]), shape, known.limit_bytes)
         with suppress(HotspaError):  # nothing fits by the memory model
@@ -313,14 +300,9 @@ class AutoStrategies(RunPlan):
     def _chooser(self, pool: tuple[Bucket, ...]) -> PhaseChooser:
         args = self._args
         return PhaseChooser(
-            pool,
-            self.time,
-            self._switch,
-            quadratic_cost=self._quadratic_cost,
-            max_phases=args.hotspa_max_buckets,
-            refit=not args.full_determinism,
-            delay=0,
-        )
+            pool, self.time, self._switch, quadratic_cost=self._quadratic_cost, max_phases=args.hotspa_max_buckets,
+            refit=not args.full_determinism, delay=0,
+        )  # fmt: skip
 
     def choose(self, step: int, lengths: Sequence[int]) -> tuple[Bucket, ...]:
         chooser = self.chooser
@@ -602,29 +584,19 @@ def agreed_calibration(
     measured."""
     if args.hotspa_calibration in (None, MEASURE):
         return calibrate(
-            trained_config(config, args),
-            strategies=strategies,
-            compute_dtype=description.compute_dtype,
-            device=args.device,
-            progress=lambda text: tqdm.write(printable(f"calibration: {text}")),
-            longest=longest,
-            seconds=None if args.hotspa_calibration == MEASURE else START_S,
-            base=frozen_base(description),
-        )
+            trained_config(config, args), strategies=strategies, compute_dtype=description.compute_dtype,
+            device=args.device, progress=lambda text: tqdm.write(printable(f"calibration: {text}")), longest=longest,
+            seconds=None if args.hotspa_calibration == MEASURE else START_S, base=frozen_base(description),
+        )  # fmt: skip
 
     def read() -> Calibration:
         calibration = Calibration.load(str(args.hotspa_calibration))
         local = processes_of_a_node()
         check_calibration(
-            calibration,
-            str(args.hotspa_calibration),
-            description.shape,
-            dtype=dtype_name(description.compute_dtype),
-            nodes=-(-args.world_size // local),
-            devices_per_node=local,
-            strategies=strategies,
+            calibration, str(args.hotspa_calibration), description.shape, dtype=dtype_name(description.compute_dtype),
+            nodes=-(-args.world_size // local), devices_per_node=local, strategies=strategies,
             base=frozen_base(description),
-        )
+        )  # fmt: skip
         return calibration
 
     return agreement.run("hotspa_calibration", read, lambda calibration: {"calibration": repr(calibration)})
