@@ -277,10 +277,7 @@ class SwitchOverheadCallback(TrainerCallback):
         if not totals.steps:
             return {}
         sums, of_phases, whole_run = totals.of_steps, totals.of_phases, self._whole_run
-        means = {
-            "switch_s": sums["switch_s"],
-            "load_return_s": sums["load_return_s"],
-            "hidden_s": sums["hidden_s"],
+        means = {name: sums[name] for name in ("switch_s", "load_return_s", "hidden_s")} | {
             "switch_mb": sums["switch_bytes"] / 1e6,
             "load_return_mb": (sums["moved_bytes"] - sums["switch_bytes"]) / 1e6,
             "wait_s": of_phases("wait_s"),
@@ -314,9 +311,8 @@ class SwitchOverheadCallback(TrainerCallback):
         if totals.slowest is not None:
             metrics["slowest_pace"] = totals.slowest[1]
             metrics["slow_devices"] = float(len(totals.slow))
-        metrics |= {
-            name: float(count) for name in ("truncated", "split", "dropped", "empty") if (count := sums[f"num_{name}"])
-        }
+        changed = {name: float(sums[f"num_{name}"]) for name in ("truncated", "split", "dropped", "empty")}
+        metrics |= {name: count for name, count in changed.items() if count}
         return {f"hotspa/{name}": round(value, 6) for name, value in metrics.items()}
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:

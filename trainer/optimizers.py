@@ -50,6 +50,7 @@ _LIBRARIES = {  # the values of `--optim` that run if a library is installed
 }
 
 _WHY = "every rank updates a flat share of each weight, and only elementwise optimizers are exact on that"
+_OTHER = "use an elementwise optimizer such as torch.optim.AdamW"
 _REASONS = {
     "whole matrices or the norm of whole tensors": (
         "adafactor", "lomo", "adalomo", "galore", "apollo", "stable_adamw", "grokadamw",
@@ -210,11 +211,8 @@ def _reduced(shapes: _Shapes, last: bool) -> _Shapes:
 
 
 def _does_not_run(name: str, error: Exception) -> UnsupportedError:
-    return UnsupportedError(
-        f"the optimizer {name} does not run on 1-D parameters: {type(error).__name__}: {error}",
-        why=_WHY,
-        fix="use an elementwise optimizer such as torch.optim.AdamW",
-    )
+    what = f"the optimizer {name} does not run on 1-D parameters: {type(error).__name__}: {error}"
+    return UnsupportedError(what, why=_WHY, fix=_OTHER)
 
 
 _Make = Callable[[list[list[nn.Parameter]]], Optimizer]
@@ -240,14 +238,13 @@ def _try_shapes(name: str, make: _Make, device: torch.device, shapes: _Shapes) -
     for shape, start, end, *shares in zip(chain(*shapes), starts, whole, first, rest, strict=True):
         rounding = 1e-4 * (end - start).abs().max() + 8 * torch.finfo(start.dtype).eps * start.abs().max()
         for share, part in zip(shares, _cuts(start.numel()), strict=True):
-            if not bool(
-                ((share - end[part]).abs() <= rounding).all()
-            ):  # kernels may round the tails of vectors differently
+            # kernels may round the tails of vectors differently
+            if not bool(((share - end[part]).abs() <= rounding).all()):
                 raise UnsupportedError(
                     f"the optimizer {name} is not elementwise: it updates a parameter of shape {list(shape)} in another way "
                     "than flat shares of it",
                     why=_WHY,
-                    fix="use an elementwise optimizer such as torch.optim.AdamW",
+                    fix=_OTHER,
                 )
 
 
@@ -336,11 +333,8 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     )
     after = [moved.get(id(p), p) for p in given]
     if not any(share.requires_grad for share in after):
-        raise UnsupportedError(
-            f"the optimizer {kind} has none of the parameters that are trained",
-            why="nothing would be trained",
-            fix=_FIX,
-        )
+        what = f"the optimizer {kind} has none of the parameters that are trained"
+        raise UnsupportedError(what, why="nothing would be trained", fix=_FIX)
     if len({id(share) for share in after}) < len(after):
         raise UnsupportedError(f"the optimizer {kind} has a parameter twice", fix=_FIX)
     shares, overrides = engine.master.shares, adoption.overrides_of(bare)
@@ -389,7 +383,7 @@ def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
                     f"the state {key!r} that the optimizer {type(optimizer).__name__} has of {spec.name!r} is of shape "
                     f"{tuple(value.shape)}",
                     why="only states with one value for each weight can be spread over ranks",
-                    fix="use an elementwise optimizer such as torch.optim.AdamW",
+                    fix=_OTHER,
                 )
             value = to_storage(value, spec.shard_dim)[start:stop].clone()
         cut[key] = value
@@ -472,17 +466,16 @@ class MasterOptimizer:
         def taken_over() -> Optimizer:
             optimizer: Optimizer | None = self._trainer.optimizer
             if optimizer is None:
-                raise UnsupportedError(
+                what, why = (
                     "create_optimizer was overridden and sets no optimizer",
-                    why="the Trainer ignores what it returns",
-                    fix="set self.optimizer in it",
+                    "the Trainer ignores what it returns",
                 )
+                raise UnsupportedError(what, why=why, fix="set self.optimizer in it")
             self.put_on_master_store(optimizer)
             return optimizer
 
-        self._trainer.engine.agreement.run(
-            "optimizer", taken_over, facts=lambda made: optimizer_facts(made, self._trainer.lr_scheduler)
-        )
+        facts = lambda made: optimizer_facts(made, self._trainer.lr_scheduler)  # noqa: E731
+        self._trainer.engine.agreement.run("optimizer", taken_over, facts=facts)
 
     def put_on_master_store(self, optimizer: Optimizer) -> None:
         """Takes over an optimizer. Not collective; the same on all ranks."""

@@ -14,7 +14,7 @@ by all.
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -84,11 +84,6 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
 def run_options(args: HotSPaTrainingArguments) -> RunOptions:
     """The options that decide which strategies can run."""
     return engine_options(args).of_run(args.device.type)
-
-
-def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """The strategies to measure: the effect of their options follows from the others."""
-    return list(dict.fromkeys(Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies))
 
 
 def engine_options(
@@ -269,8 +264,7 @@ class AutoStrategies(RunPlan):
         self.predicted_bytes = {b.strategy: m.total for b, m in zip(plan.buckets, plan.memory, strict=True)}
         self._switch = cost.switch_seconds([bucket.strategy for bucket in (*plan.buckets, plan.choice.static)])
         self.single = SingleStrategy(plan.choice.static, time, self._switch, quadratic_cost)
-        self.singles = singles
-        self.stage_costs = stage_costs
+        self.singles, self.stage_costs = singles, stage_costs
 
     def begin(self, description: ModelDescription) -> None:
         """Nothing: the search has read the model, and checked what fits."""
@@ -342,10 +336,9 @@ class AutoStrategies(RunPlan):
             return report
         race = None
         if passes:
-            each = [sum(of_plan) for of_plan in zip(*(of_pass[1] for of_pass in passes), strict=True)]
-            race = self._race.observe(
-                sum(of_pass[0] for of_pass in passes), each, all(of_pass[2] for of_pass in passes)
-            )
+            seconds, of_plans, have_run = zip(*passes, strict=True)
+            each = [sum(of_plan) for of_plan in zip(*of_plans, strict=True)]
+            race = self._race.observe(sum(seconds), each, all(have_run))
         for chooser in self._choosers:
             chooser.num_trained = step + 1
         if race is not None and self._args.process_index == 0:
@@ -401,9 +394,8 @@ class AutoStrategies(RunPlan):
         if self._renewed is not None and "lengths" in state:
             self._renewed[0].load_state_dict(state["lengths"])
             with reading_state("the plans of a run", "they are made again"):
-                pools = tuple(
-                    tuple(Bucket(Strategy.parse(s), *map(int, n)) for s, *n in pool) for pool in state["pools"]
-                )
+                made = lambda pool: tuple(Bucket(Strategy.parse(s), *map(int, n)) for s, *n in pool)  # noqa: E731
+                pools = tuple(map(made, state["pools"]))
             there = {bucket.strategy for bucket in self.plan.buckets}
             if pools != self._pools and all(bucket.strategy in there for pool in pools for bucket in pool):
                 self._take(pools, "lengths have moved")
@@ -446,7 +438,9 @@ def prepare_auto(
     strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
     # on one process there is no choice to make by seconds
     alone, longest = args.world_size == 1, max(int(table.longest_of_rows.max(initial=1)) for table in tables)
-    known = model.config, description, args, measured_strategies(strategies), agreement, longest
+    # the effect of the strategies' options follows from the others
+    measured = list(dict.fromkeys(Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies))
+    known = model.config, description, args, measured, agreement, longest
     calibration = None if alone and args.hotspa_calibration is None else agreed_calibration(*known)
     vector = description.vector.with_measured(measured_costs(calibration, description, args))
     description, races = replace(description, vector=vector), calibration is not None and not args.full_determinism
@@ -493,10 +487,7 @@ def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agre
         if not text:
             return None
         return Known(Calibration.from_dict(json.loads(text)), memory_limit(args, agreement)[0])
-    dtype = torch.bfloat16 if args.bf16 else None
-    description = agreement.run(
-        "predictions", lambda: describe_model(model, dtype, args.hotspa_attention_dropout is None)
-    )
+    description = agreement.run("predictions", lambda: _described(model, args))
     calibration = agreed_calibration(model.config, description, args, strategies, agreement)
     named = None if args.hotspa_calibration == MEASURE else measured_costs(calibration, description, args)
     return Known(calibration, memory_limit(args, agreement)[0], named)
@@ -509,13 +500,16 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
         config, base = trained_config(model.config, args), None
         if any(map(is_four_bit, model.modules())):
             base = frozen_base(describe_model(model, dtype, args.hotspa_attention_dropout is None))
-        calibration = cached_calibration(
-            calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(), base)
-        )
+        key = calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(), base)
+        calibration = cached_calibration(key)
     except HotspaError as error:
         logger.warning("no predictions: %s", error)
         return None
     return calibration if calibration is not None and calibration.covers(strategies) else None
+
+
+def _described(model: PreTrainedModel, args: HotSPaTrainingArguments) -> ModelDescription:
+    return describe_model(model, torch.bfloat16 if args.bf16 else None, args.hotspa_attention_dropout is None)
 
 
 def _agreed_inputs(
@@ -528,24 +522,15 @@ def _agreed_inputs(
 
     def read_inputs() -> tuple[ModelDescription, list[SequenceTable]]:
         """Raises the errors that can be found before measuring, which takes a minute."""
-        compute_dtype = torch.bfloat16 if args.bf16 else None
-        description = describe_model(model, compute_dtype, args.hotspa_attention_dropout is None)
-        tables = read_tables()
+        description, tables = _described(model, args), read_tables()
         longest_wanted(tables, description.shape, args.hotspa_longest, args.hotspa_overlong)
         return description, tables
 
-    return agreement.run(
-        "auto strategies",
-        read_inputs,
-        lambda prepared: {"model": prepared[0].digest()},
-        facts=lambda prepared: (
-            model_facts(model)
-            | {
-                "rows of the data set": str([len(table) for table in prepared[1]]),
-                "tokens of the data set": str([table.num_tokens for table in prepared[1]]),
-            }
-        ),
-    )
+    def facts(prepared: tuple[ModelDescription, list[SequenceTable]]) -> dict[str, str]:
+        rows, tokens = ([count(table) for table in prepared[1]] for count in (len, lambda table: table.num_tokens))
+        return model_facts(model) | {"rows of the data set": str(rows), "tokens of the data set": str(tokens)}
+
+    return agreement.run("auto strategies", read_inputs, lambda prepared: {"model": prepared[0].digest()}, facts=facts)
 
 
 def _tokens_before_out_of_memory(
