@@ -136,7 +136,6 @@ _HEADER = (
     "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "load+return s", "hidden s", "MB moved", "share",
 )  # fmt: skip
 _MUCH_SWITCHING, _STEPS_TO_WARN, _MOST_KEPT = 0.4, 10, 10
-
 logger = logging.getLogger(__name__)
 
 

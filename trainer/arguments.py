@@ -258,9 +258,8 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         if not self.hotspa_auto:
             check_launch(self.hotspa_buckets, self.world_size)
             evaluation_buckets(self.hotspa_eval_strategy, given_buckets(self))
-        elif (
-            evaluating is not None and evaluating.world_size != self.world_size
-        ):  # auto chooses among the strategies of this world size
+        # auto chooses among the strategies of this world size
+        elif evaluating is not None and evaluating.world_size != self.world_size:
             raise HotspaConfigError(
                 f"hotspa_eval_strategy is {self.hotspa_eval_strategy!r}, which needs {evaluating.world_size} processes, and "
                 f"{self.world_size} are running",
@@ -354,9 +353,8 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
             value, wanted = getattr(self, name), int | float if kind is float else kind
             if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
                 shown = getattr(kind, "__name__", str(kind))
-                raise HotspaConfigError(
-                    f"{name} is {value!r:.200}, which is not of type {shown}", fix=f"give a value of type {shown}"
-                )
+                what = f"{name} is {value!r:.200}, which is not of type {shown}"
+                raise HotspaConfigError(what, fix=f"give a value of type {shown}")
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -500,9 +498,8 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
     if args is None:
         return HotSPaTrainingArguments(output_dir="tmp_trainer")  # the stock Trainer's default
     if not isinstance(args, TrainingArguments):
-        raise HotspaConfigError(
-            f"args is a {type(args).__name__}", fix="pass HotSPaTrainingArguments(..., hotspa_strategies=...)"
-        )
+        fix = "pass HotSPaTrainingArguments(..., hotspa_strategies=...)"
+        raise HotspaConfigError(f"args is a {type(args).__name__}", fix=fix)
     if vars(args).get("deepspeed"):
         raise UnsupportedError(
             "TrainingArguments(deepspeed=...) has started DeepSpeed already",
@@ -518,9 +515,6 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
     given_arguments.refuse_launcher_settings()
     own.complete()
     if own.process_index == 0:
-        logger.warning(
-            "%s: every hotspa_* flag is at its default (hotspa_strategies=%s); HotSPaTrainingArguments set them",
-            kind.__name__,
-            own.hotspa_strategies,
-        )
+        text = "%s: every hotspa_* flag is at its default (hotspa_strategies=%s); HotSPaTrainingArguments set them"
+        logger.warning(text, kind.__name__, own.hotspa_strategies)
     return own

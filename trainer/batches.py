@@ -202,11 +202,8 @@ class Rows:
             return collator.collator
         if isinstance(collator, collating.PackedBucketCollator):
             self._say("PackedBucketCollator is for custom training loops; here rows are packed: pass no data_collator")
-        return (
-            None
-            if collator is self.default_collator or isinstance(collator, collating.PackedBucketCollator)
-            else collator
-        )
+            return None
+        return None if collator is self.default_collator else collator
 
     def _tokenizer(self) -> Any:
         processing_class = getattr(self._trainer, "processing_class", None)
@@ -285,9 +282,8 @@ class Rows:
         def made(rows: Any) -> MiniBatchSampler:
             order = sampler_fn(rows) if sampler_fn is not None else None
             order = collating.seeded(order if order is not None else range(len(rows)), args.data_seed)
-            self.sampler = MiniBatchSampler(
-                order, size, accumulation, args.process_index, args.world_size, args.dataloader_drop_last
-            )
+            ranks = args.process_index, args.world_size
+            self.sampler = MiniBatchSampler(order, size, accumulation, *ranks, args.dataloader_drop_last)
             return self.sampler
 
         return made

@@ -138,9 +138,8 @@ class CheckpointWriter:
         pending = self._pending = _Pending(step, temporary, make_manifest, keep, limit)
         if background:
             # a daemon: a run that dies does not wait for a checkpoint that no rank will commit
-            pending.thread = threading.Thread(
-                target=pending.write, args=(write_files,), name="hotspa-checkpoint", daemon=True
-            )
+            written = (write_files,)
+            pending.thread = threading.Thread(None, pending.write, "hotspa-checkpoint", written, daemon=True)
             pending.thread.start()
             return
         pending.write(write_files)
@@ -249,9 +248,8 @@ class CheckpointContents:
                 raise self._failure
             records = []
             if rank == 0:
-                of_others = {name for name, _ in self._files.shards} | {
-                    of_stock.random_file(r, world) for r in range(world)
-                }
+                of_others = {name for name, _ in self._files.shards}
+                of_others |= {of_stock.random_file(r, world) for r in range(world)}
                 records += self._write_model_files(temporary, of_others)
                 records += [disk.write(temporary, name, [text.encode()]) for name, text in self._texts.items()]
             records += [disk.write(temporary, name, [of_stock.pickled(value)]) for name, value in self._stock.items()]
@@ -260,11 +258,8 @@ class CheckpointContents:
                 records.append(disk.write(temporary, manifest.rank_state(rank, world), [self._random.encode()]))
                 if self._rank_tensors:
                     own = tensors.named_tensors(self._rank_tensors)
-                    records.append(
-                        disk.write(
-                            temporary, manifest.rank_columns(rank, world), tensor_file(own, tensors.tensor_bytes)
-                        )
-                    )
+                    written = tensor_file(own, tensors.tensor_bytes)
+                    records.append(disk.write(temporary, manifest.rank_columns(rank, world), written))
             of_model = weights if self._copies is None else self._copies
             return records + self._files.write(disk, temporary, of_model, rank, world)
         finally:
@@ -697,9 +692,8 @@ class CheckpointPushes:
                     **upload,
                 )
         except Exception as failure:  # any error of the disk, the network or the hub: training continues
-            logger.warning(
-                "checkpoint %s was not pushed to the hub: %s: %s", checkpoint, type(failure).__name__, failure
-            )
+            reason = f"{type(failure).__name__}: {failure}"
+            logger.warning("checkpoint %s was not pushed to the hub: %s", checkpoint, reason)
         else:
             logger.info("%s was pushed to %s", checkpoint, self._trainer.hub_model_id)
         finally:

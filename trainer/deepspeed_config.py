@@ -149,8 +149,6 @@ SPECIAL = (  # fields that `deepspeed_config` reads itself
 
 _WITHOUT_EFFECT = frozenset(section + name for section, names in UNUSED.items() for name in names)
 KNOWN = _WITHOUT_EFFECT.union(ARGUMENTS, ONLY, OFF, SPECIAL)  # all fields of the tables
-
-
 LOG, LINEAR = "log", "linear"
 
 TYPES: dict[str, dict[str, float | str | None]] = {
@@ -307,11 +305,8 @@ class _Mapper:
         self._read_optimizer()
         self._read_scheduler()
         if self._problems:
-            raise UnsupportedError(
-                f"{len(self._problems)} of the fields of the DeepSpeed config cannot be honoured: "
-                + "; ".join(self._problems),
-                fix="change these fields, or leave them out",
-            )
+            what = f"{len(self._problems)} of the fields of the DeepSpeed config cannot be honoured: "
+            raise UnsupportedError(what + "; ".join(self._problems), fix="change these fields, or leave them out")
         return DeepSpeedMapping(self._set, tuple(self._rows), tuple(self._unused), self._scheduler, self._zero_stage)
 
     def _field(self, field: str, value: Any) -> None:
@@ -325,9 +320,8 @@ class _Mapper:
             elif value in ("none", None):
                 self._unused.append(field)
             else:
-                self._refuse(
-                    field, value, "the master store is in memory, on the devices or on the host: use cpu or none"
-                )
+                why = "the master store is in memory, on the devices or on the host: use cpu or none"
+                self._refuse(field, value, why)
         elif field in ARGUMENTS:
             self._argument(field, value, *ARGUMENTS[field])
         elif field in ONLY:
@@ -361,9 +355,8 @@ class _Mapper:
             self._rows.append((f"{field}=auto", f"{name}, as the training arguments say"))
             return
         if not _is_a(value, kind):
-            self._refuse(
-                field, value, f"{name} must be {'true or false' if kind is bool else f'of type {kind.__name__}'}"
-            )
+            wanted = "true or false" if kind is bool else f"of type {kind.__name__}"
+            self._refuse(field, value, f"{name} must be {wanted}")
             return
         value = kind(value)
         given = self._set.get(name, self._given[name])
@@ -408,11 +401,8 @@ class _Mapper:
             self._refuse("scheduler.params", params, "give an object")
             return
         if self._given["lr_scheduler_type"] != self._defaults["lr_scheduler_type"]:
-            self._refuse(
-                "scheduler.type",
-                kind,
-                f"lr_scheduler_type is {self._given['lr_scheduler_type']}; leave one of them out",
-            )
+            why = f"lr_scheduler_type is {self._given['lr_scheduler_type']}; leave one of them out"
+            self._refuse("scheduler.type", kind, why)
         self._scheduler = {"type": kind, **params}
         for name in [name for name in section if name not in ("type", "params")]:
             self._refuse(f"scheduler.{name}", section[name], "no such field is known")
@@ -529,10 +519,8 @@ def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
         elif field not in FSDP_UNUSED:
             problems.append(f"fsdp_config.{name}={value!r}: no such field is known")
     if problems:
-        raise UnsupportedError(
-            f"{len(problems)} of the settings of FSDP cannot be honoured: " + "; ".join(problems),
-            fix="change them, or leave them out",
-        )
+        what = f"{len(problems)} of the settings of FSDP cannot be honoured: "
+        raise UnsupportedError(what + "; ".join(problems), fix="change them, or leave them out")
     return stage, offloads
 
 

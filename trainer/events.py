@@ -152,17 +152,11 @@ STEP_EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_o
 
 _SHARED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 _OF_STEP = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
 _OF_ALL = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-
 PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")  # the events inside a mini-batch
 _OF_TRANSFORMERS = frozenset(name for name in vars(TrainerCallback) if name.startswith("on_"))
-
 _PRINTERS = (ProgressCallback, PrinterCallback)  # the callbacks of transformers that print all logs
-
-
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"
-
 WRITERS = ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
 """Methods that write into the folder of a checkpoint, in the order in which the stock Trainer calls them."""
 

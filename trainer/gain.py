@@ -70,9 +70,8 @@ def measure_gain(trainer: "SwitchedMixin", steps: int = 5) -> MeasuredGain | Non
             fits.
     """
     if steps < 1:
-        raise HotspaConfigError(
-            f"the gain of switching is to be measured on {steps} mini-batches", fix="use at least 1"
-        )
+        what = f"the gain of switching is to be measured on {steps} mini-batches"
+        raise HotspaConfigError(what, fix="use at least 1")
     if is_stream(trainer.train_dataset):
         raise UnsupportedError(
             "the gain of switching cannot be measured on a stream",
@@ -181,9 +180,8 @@ def _switching(trainer: "SwitchedMixin") -> Side:
         return Side(SWITCHING, given_buckets(trainer.args, trainer.model))
     if (chooser := plan.chooser) is None:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
-    return Side(
-        SWITCHING, plan.pool, lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets
-    )
+    choose = lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets  # noqa: E731
+    return Side(SWITCHING, plan.pool, choose)
 
 
 def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:

@@ -365,17 +365,14 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "debug": (([], "", None), "the debug hooks are on a model that does not run; leave the option out"),
 }
 
-_NO_DDP = "there is no DistributedDataParallel; it has no effect"
+_OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 # name -> (the value that asks for nothing, the effect of another one)
 _NO_EFFECT: dict[str, tuple[Any, str]] = {
     "bf16_full_eval": (False, "evaluation runs in the dtype of training, bf16 with bf16=True"),
     "auto_find_batch_size": (False, "the tokens of a pack bound the memory, not the batch size; it reads False"),
     "enable_jit_checkpoint": (False, "SIGTERM saves and stops on all ranks without it"),
-    "ddp_find_unused_parameters": (None, _NO_DDP),
-    "ddp_bucket_cap_mb": (None, _NO_DDP),
-    "ddp_broadcast_buffers": (None, _NO_DDP),
-    "ddp_static_graph": (None, _NO_DDP),
+    **dict.fromkeys(_OF_DDP, (None, "there is no DistributedDataParallel; it has no effect")),
 }
 
 

@@ -226,7 +226,6 @@ class RunPlan:
 START_S = 20.0  # about the seconds of measuring before a run whose first mini-batches race the nearest plans
 _MIB = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
-
 _REFITS_KEPT = 16
 
 
