@@ -70,8 +70,8 @@ def is_installed(module: str) -> bool:
     top = module.partition(".")[0]
     if (top in sys.stdlib_module_names and top != "__main__") or top in (_OURS, "builtins"):
         return True
-    found = sys.modules.get(top)
-    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
+    loaded = sys.modules.get(top)
+    file = getattr(loaded, "__file__", None) or next(iter(getattr(loaded, "__path__", ())), None)
     return file is not None and any(part in Path(file).parts for part in _INSTALLED)
 
 

@@ -68,8 +68,7 @@ class Replaced(_Base):
         if not self._hotspa_skips:
             try:
                 most: float = self.args.max_grad_norm if max_norm is None else max_norm
-                norm: Tensor = self.switched.clip_grad_norm_(most)
-                return norm
+                return self.switched.clip_grad_norm_(most)
             except NonFiniteError as failure:
                 self._hotspa_skip(failure)
         return torch.tensor(float("nan"))

@@ -184,8 +184,7 @@ class SwitchedMixin(_Base):
             self._hotspa_source.materialize(self.model, self.switched)
         if self._hotspa_model is not None:
             self._hotspa_model.show()
-        model: PreTrainedModel = self.model
-        return model
+        return self.model
 
     def close_engine(self) -> None:
         """Frees the engine's memory and process groups. `trainer.model` keeps its weights, if any; a user's optimizer
@@ -334,8 +333,7 @@ class SwitchedMixin(_Base):
         """Rows of one optimizer step, over all processes."""
         if self.args.hotspa_mini_batch_size is not None:
             return self.args.hotspa_mini_batch_size
-        size: int = super().get_total_train_batch_size(args)
-        return size
+        return super().get_total_train_batch_size(args)
 
     # -- the beginning of training ------------------------------------------------------------------------------------
 
@@ -588,8 +586,7 @@ class SwitchedMixin(_Base):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As in the class behind. Collective."""
         run = lambda: super(SwitchedMixin, self).evaluate(*args, **kwargs)  # noqa: E731
-        metrics: dict[str, float] = start.or_stock(self, run, run)
-        return metrics
+        return start.or_stock(self, run, run)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As in the class behind. Collective."""
@@ -643,8 +640,7 @@ class SwitchedMixin(_Base):
         self._hotspa_checkpoints.finish(self.state)
         self._finish_current_push()  # as the Trainer does later; a checkpoint in a push must not be removed
         self._hotspa_checkpoints.leave_best(self.state)
-        output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        return output
+        return super()._finalize_training(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model in plain Hugging Face format. A collective call during training: every rank must make it."""
