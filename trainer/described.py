@@ -263,7 +263,7 @@ def _code(code: types.CodeType) -> Any:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """The names that code uses, with those of the code inside it."""
+    """All names in a piece of code, and in functions that it defines."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return set(code.co_names).union(*map(names_in, inner))
 
