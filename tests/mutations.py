@@ -167,8 +167,8 @@ MUTATIONS = [
     Mutation(
         "replicated gradients are counted once a shard",
         "hf_hotspa/layout/placement.py",
-        "if spec.shard_dim is not None or spec.partial_gradient or strategy.sp or tp == 1:",
-        "if spec.shard_dim is not None or spec.partial_gradient or strategy.sp or tp >= 1:",
+        "if divided or spec.partial_gradient or strategy.sp or tp == 1:",
+        "if divided or spec.partial_gradient or strategy.sp or tp >= 1:",
         UNIT
         + "test_layout.py::test_gradients_of_replicated_parameters_are_counted_once_a_replica_and_those_of_holders_always",
     ),
@@ -623,8 +623,8 @@ MUTATIONS = [
     Mutation(
         "hashes are not compared",
         "hf_hotspa/checkpoint/format/manifest.py",
-        "if file_digest(file) != record.sha256:",
-        "if len(file_digest(file)) != len(record.sha256):",
+        "if disk.file_digest(file) != record.sha256:",
+        "if len(disk.file_digest(file)) != len(record.sha256):",
         UNIT + "test_checkpoint_damage.py",
     ),
     Mutation(
