@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from hf_hotspa.callbacks.step_reports import SwitchOverheadCallback
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.engine.engine import HotSPaEngine
-    from hf_hotspa.engine.loading import open_qlora
     from hf_hotspa.errors import HotspaError
+    from hf_hotspa.features.four_bit.open_qlora import open_qlora
     from hf_hotspa.model.options import EngineOptions
     from hf_hotspa.strategy import Strategy, parse_buckets
     from hf_hotspa.switched.model import SwitchedModel
@@ -73,7 +73,7 @@ _HOMES = {
     "Strategy": "hf_hotspa.strategy",
     "SwitchedModel": "hf_hotspa.switched.model",
     "SwitchOverheadCallback": "hf_hotspa.callbacks.step_reports",
-    "open_qlora": "hf_hotspa.engine.loading",
+    "open_qlora": "hf_hotspa.features.four_bit.open_qlora",
     "parse_buckets": "hf_hotspa.strategy",
 }
 

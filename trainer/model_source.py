@@ -28,6 +28,7 @@ from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.features.lora.adapters import folder_of, save_config
 from hf_hotspa.model.model_kind import refuse_other_models
+from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
@@ -107,8 +108,9 @@ class ModelSource:
         """Allocates the weights of a model of a folder, on the CPU of every rank, and copies them. Collective. Raises
         `UnsupportedError` if it is below an adapter."""
         if is_wrapped(model):
+            forms = {layer.form for layer in packed_layers(model).values()}
             raise UnsupportedError(
-                "the base in 4 bits was read by slices, and no process can hold it",
+                f"the base in {', '.join(forms) or 'plain weights'} was read by slices, and no process can hold it",
                 fix="save_model() writes the adapter; load it with PeftModel.from_pretrained on a base loaded elsewhere",
             )
         release(model)

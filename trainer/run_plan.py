@@ -40,10 +40,10 @@ from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_
 from hf_hotspa.engine.switching import device_limit
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.features.dropout.dropout import without_attention_dropout
-from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import MiniBatchPlan
@@ -497,7 +497,7 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
     dtype = torch.bfloat16 if args.bf16 else model.dtype
     try:
         config, base = trained_config(model.config, args), None
-        if any(map(is_four_bit, model.modules())):
+        if packed_layers(model):
             base = frozen_base(describe_model(model, dtype, args.hotspa_attention_dropout is None))
         key = calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(), base)
         calibration = cached_calibration(key)
@@ -587,8 +587,8 @@ def agreed_calibration(
 
 
 def frozen_base(description: ModelDescription) -> FrozenBase | None:
-    """The frozen base for the calibration of a run with a base in 4 bits; None for any other run."""
-    kinds = {layer.quant_type for layer in description.four_bit.values()}
+    """The frozen base for the calibration of a run with a packed base; None for any other run."""
+    kinds = {layer.kind for layer in description.packed.values()}
     adapters = description.adapters
     return FrozenBase(min(kinds), int(adapters.config.r)) if kinds and adapters is not None else None
 

@@ -22,8 +22,8 @@ from hf_hotspa.checkpoint.format.folder import write_error
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.engine.faults import note
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
-from hf_hotspa.features.four_bit.four_bit_linear import refuse_quantized
 from hf_hotspa.model.model_check import refuse_router_logits
+from hf_hotspa.model.model_kind import refuse_quantized
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, lost_peer, typed_failures

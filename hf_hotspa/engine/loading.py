@@ -4,18 +4,16 @@
 safetensors files: beside its share of the store at most its part of one tensor is in memory (or the complete saved
 tensors, where transformers makes one weight from several). The store then matches `from_pretrained` bit for bit. A
 tensor that is missing, unexpected, of another shape or saved as a pickle raises an error by name, on every rank, before
-a weight is read. `open_qlora` quantizes a base while it is read.
+a weight is read. `load_below_adapter` packs a base while it is read.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -37,23 +34,14 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.quantizers import AutoHfQuantizer
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
-from hf_hotspa.features.four_bit.four_bit_linear import (
-    SCALES,
-    FourBit,
-    is_four_bit,
-    put_back,
-    read_four_bit,
-    scales_of,
-    stored_tensors,
-)
+from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.model_check import bit_sum, weights_digest
-from hf_hotspa.model.model_kind import other_half
+from hf_hotspa.model.model_kind import other_half, quantized_files
+from hf_hotspa.model.packed_layer import packed_layers, stored_tensors
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.weight_files import WeightFiles
@@ -106,12 +94,12 @@ def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> N
     if not has_weights(model):
         raise ModelError("the model is on the meta device", fix="give its parameters memory (trainer.materialize())")
     targets = dict(model.named_parameters(remove_duplicate=False))
-    packed = {name: module for name, module in model.named_modules() if is_four_bit(module)}
+    packed = packed_layers(model)
     with torch.no_grad():
         for name, whole in weights:
             module, _, leaf = name.rpartition(".")
-            if module in packed and leaf in ("weight", SCALES):
-                put_back(packed[module], **{"codes" if leaf == "weight" else "scales": whole})
+            if module in packed and (leaf == "weight" or name not in targets):
+                packed[module].write(model.get_submodule(module), leaf, whole)
             else:
                 targets[name].copy_(whole)
 
@@ -138,13 +126,7 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         config = deepcopy(config)
         if getattr(config, "quantization_config", None) is not None:
-            raise UnsupportedError(
-                "the weights are quantized",
-                where=str(folder),
-                why="reading by slices supports only plain weights",
-                fix="give the original weights (below a LoRA adapter in 4 bits: hf_hotspa.open_qlora); or load the model in "
-                "every process: from_pretrained, with dequantize=True for mxfp4 and fp8",
-            )
+            raise quantized_files(folder)
         if config.dtype is None:
             config.dtype = _first_dtype(files)
         # buffers are computed and small
@@ -405,63 +387,11 @@ def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agre
     agreement.run("loading weights", read)
 
 
-# -- a base in 4 bits --------------------------------------------------------------------------------------------------
+# -- a packed base ----------------------------------------------------------------------------------------------------
 
-# A 4-bit base below an adapter, too large for one process: each rank reads its elements from plain files and quantizes
-# them.
-#
-# `open_qlora` makes the model with its adapter's weights only. Codes match `from_pretrained` bit for bit: blocks are
-# quantized one by one. Quantized scales depend on all scales of a weight, so a rank that owns some of them reads the
-# complete weight, one weight at a time.
-
+# A packed base below an adapter, too large for one process: each rank reads its elements from plain files and packs them.
 
 _WRAP = 1 << 64
-
-
-def open_qlora(folder: str | Path, adapter: Any, quantization: BitsAndBytesConfig) -> Any:
-    """Makes the `PeftModel` for a folder of plain weights (`hotspa_model_path`). Its base will be in 4 bits and has no
-    weights yet.
-
-    `get_peft_model(prepare_model_for_kbit_training(...))` draws the adapter's factors from torch's random state; set
-    the same state on all ranks.
-
-    Args:
-        folder: With unquantized weights.
-        adapter: A `LoraConfig`.
-        quantization: With `load_in_4bit`.
-
-    Raises:
-        HotspaError: as of `open_model`; also for another quantization.
-    """
-    from peft import get_peft_model, prepare_model_for_kbit_training
-
-    if not quantization.load_in_4bit:
-        raise HotspaConfigError(
-            "only the 4-bit quantization of bitsandbytes can run while weights are read",
-            fix="use BitsAndBytesConfig(load_in_4bit=True)",
-        )
-    model = open_model(Path(folder).expanduser())
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
-    quantizer.preprocess_model(model=model, device_map=None)
-    model.is_loaded_in_4bit, model.hf_quantizer = True, quantizer  # for PEFT and the Trainer
-    model.config.quantization_config = quantization
-    with _staying_on_cpu():
-        return get_peft_model(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False), adapter)
-
-
-@contextmanager
-def _staying_on_cpu() -> Iterator[None]:
-    kind: Any = nn.Module
-    move = kind.to
-
-    def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return module if torch.device("meta") in (*args, kwargs.get("device")) else move(module, *args, **kwargs)
-
-    kind.to = to
-    try:
-        yield
-    finally:
-        kind.to = move
 
 
 @torch.no_grad()
@@ -469,7 +399,7 @@ def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agre
     """Fills this rank's share of the master store: the base from a folder, the adapter from memory. Collective.
 
     Args:
-        model: From `open_qlora`.
+        model: Without the weights of its base.
 
     Returns:
         The `frozen_digest` of the same base in memory.
@@ -478,7 +408,7 @@ def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agre
         HotspaError: on every rank; see `WeightFiles` and `SavedModel`.
     """
     bare, prefix = bare_model(model)
-    layers = {f"{prefix}{name}": layer for name, layer in read_four_bit(bare).items()}
+    layers = {f"{prefix}{name}": layer for name, layer in packed_layers(bare).items()}
     given = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
 
     def plain(name: str) -> str:
@@ -501,7 +431,7 @@ def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agre
             if name in given:
                 values = to_storage(given[name].detach(), spec.storage_dim)[share.start : share.stop]
             elif spec.packed is not None:
-                values = _quantized(saved, spec, layers[name.rpartition(".")[0]], share.start, share.stop)
+                values = layers[name.rpartition(".")[0]].packed(spec, share.start, share.stop, saved.read)
             else:
                 values = saved.read(spec, share.start, share.stop)
             master.parameters[name].copy_(values)
@@ -524,35 +454,3 @@ def _digest(model: nn.Module, frozen: Mapping[str, ParameterSpec], sums: list[Ma
             total -= _WRAP if total >= _WRAP // 2 else 0
             digest.update(repr((name, tuple(tensor.shape), f"torch.{frozen[name].master_dtype}", total)).encode())
     return digest.hexdigest()
-
-
-def _quantized(saved: SavedModel, spec: ParameterSpec, layer: FourBit, start: int, stop: int) -> Tensor:
-    """Elements `[start, stop)` of a weight's codes or scales, in storage order."""
-    from bitsandbytes.functional import quantize_4bit
-
-    assert spec.packed is not None
-    (rows, columns), block, dim = layer.shape, layer.block, spec.storage_dim
-    are_scales = not spec.packed.weights
-    nested = are_scales and layer.options["compress_statistics"]
-    name = f"{spec.name.rpartition('.')[0]}.weight"
-    by_columns = replace(spec, name=name, shape=layer.shape, packed=None, shard_dim=1)
-    by_rows = replace(by_columns, shard_dim=None)
-    # stored elements per row, per column of blocks, or per block
-    each = spec.row_size if dim is not None else 1 if are_scales else block // 2
-    first, last = (0, spec.numel) if nested else (start // each, -(-stop // each))
-    if nested:
-        weights = saved.read(by_rows, 0, rows * columns)
-    elif dim == 1:
-        weights = saved.read(by_columns, first * block * rows, last * block * rows).view(-1, rows).t()
-    else:
-        of_one = columns if dim == 0 else block
-        weights = saved.read(by_rows, first * of_one, min(last * of_one, rows * columns))
-    codes, state = quantize_4bit(
-        weights.to(layer.dtype).contiguous(), blocksize=block, compress_statistics=nested, quant_type=layer.quant_type
-    )
-    made = scales_of(state) if are_scales else codes.reshape(-1)
-    if dim is not None:
-        per_row = rows if nested or dim == 1 else last - first
-        made = to_storage(made.view(per_row, -1, *spec.shape[2:]), dim)
-    begin = 0 if nested else first * each
-    return made[start - begin : stop - begin]

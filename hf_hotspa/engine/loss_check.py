@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
 from hf_hotspa.features.dropout.dropout import attention_dropouts
-from hf_hotspa.features.four_bit.four_bit_linear import products, stored_tensors
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.packed_layer import products, stored_tensors
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.parallel.loss import IGNORE, SequenceLoss, TokenLoss, TokenSlice, WholeSequence
@@ -276,7 +276,7 @@ def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, 
     if attention_dropouts(bare.config) != attention_dropouts(description.config):
         return  # turned off for this run
     fresh = build_skeleton(description)
-    products(unwrapped_modules(fresh), description.four_bit)
+    products(unwrapped_modules(fresh), description.packed)
     tensors = chain(stored_tensors(bare, remove_duplicate=False), bare.named_buffers(remove_duplicate=False))
     state = {name: tensor.detach() for name, tensor in tensors}
     try:
@@ -284,8 +284,8 @@ def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, 
         rebuilt = _one_forward(fresh, ids, labels, False, state)["logits"]
     except Exception:  # it cannot be called like this; modules and attributes are already compared
         return
-    # logits of a base in 4 bits are often fp32, and its products in 16 bits
-    dtypes = {logits.dtype, *(layer.compute_dtype or logits.dtype for layer in description.four_bit.values())}
+    # logits of a packed base are often fp32, and its products in 16 bits
+    dtypes = {logits.dtype, *(layer.compute_dtype or logits.dtype for layer in description.packed.values())}
     apart, wide = float((rebuilt - logits).abs().max()), dtypes <= {torch.float32, torch.float64}
     if apart > (_TOLERANCE if wide else 5e-2) * float(logits.abs().max()):
         raise ModelError(

@@ -90,7 +90,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Packed:
-    """One of the two tensors of a 4-bit matrix: codes (uint8, two weights each) or scales (fp32, one per block).
+    """One of the tensors that hold a packed matrix: codes (uint8, of one weight or several), or scales (one per block).
 
     Blocks are consecutive weights in row-major order. If rows consist of complete blocks, the tensors are
     [out, blocks, bytes] and [out, blocks]; otherwise they have one dim and are not cut.
@@ -123,7 +123,7 @@ class ParameterSpec:
     # dtype in the master store while frozen: the given model's, without rounding. None for `dtype`
     frozen_dtype: str | None = None
     experts: int = 0  # number of experts along its first dim; 0 for other parameters
-    # the 4-bit matrix that it is a part of, if any. `shape` is then of the stored bytes or scales, while `parts`
+    # the packed matrix that it is a part of, if any. `shape` is then of the stored bytes or scales, while `parts`
     # count rows (or columns) of the matrix
     packed: Packed | None = None
 

@@ -8,7 +8,8 @@ language model. Names stay as in the complete model, which keeps the other half'
 are saved with the rest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -202,3 +203,69 @@ class TextForward:
             )
         out = getattr(self._around, self._inner)(**given)
         return BaseOutput(last_hidden_state=out.last_hidden_state)
+
+
+# -- quantized weights --------------------------------------------------------------------------------------------------
+
+_DEQUANTIZE = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+
+
+def _refuse_quantized_modules(model: nn.Module) -> None:
+    """Rejects modules that were quantized after the model had been loaded."""
+    for name, module in model.named_modules():
+        kinds = {type(p) for p in module.parameters(recurse=False) if not issubclass(type(p), nn.Parameter)}
+        if kinds or "quantized" in type(module).__module__.split("."):
+            raise UnsupportedError(
+                f"the weights of module {name!r} are quantized ({', '.join(k.__name__ for k in (*kinds, type(module)))})",
+                why="packed integers and their scales cannot be cut into shards and moved between layouts like weights",
+                fix="train the model before it is quantized",
+            )
+
+
+def refuse_quantized(model: nn.Module, adapted: bool) -> None:
+    """Raises an error for weights that are not plain floating-point numbers, except 4-bit bitsandbytes below an adapter.
+
+    Args:
+        model: The model without an adapter's wrapper.
+        adapted: Whether it has one.
+
+    Raises:
+        UnsupportedError: naming the method.
+    """
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is None and not getattr(model, "is_quantized", False):
+        _refuse_quantized_modules(model)
+        return
+
+    def value(name: str) -> Any:
+        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+    method = str(getattr(value("quant_method"), "value", value("quant_method")) or "an unknown method")
+    in_4_bits = method == "bitsandbytes" and value("load_in_4bit")
+    method += ", 8 bits" if method == "bitsandbytes" and value("load_in_8bit") else ""
+    if in_4_bits and adapted:
+        return
+    if value("dequantize") and not any(p.dtype.itemsize == 1 for p in model.parameters()):
+        return  # only the files were quantized
+    why = "packed integers and their scales cannot be cut into shards and moved between layouts like weights"
+    fix = (
+        "load the model without quantization_config, for instance with dtype=torch.bfloat16: frozen weights are kept once, in "
+        "that dtype; or in 4 bits of bitsandbytes (load_in_4bit=True), below a LoRA adapter"
+    )
+    if in_4_bits:
+        method, why = "bitsandbytes, 4 bits", "codes of 4 bits have no gradient, and nothing else would be trained"
+        fix = "put a LoRA adapter on it: get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(...))"
+    elif method in _DEQUANTIZE:
+        fix = f"load it with quantization_config={_DEQUANTIZE[method]}(dequantize=True): its weights are bf16 then"
+    raise UnsupportedError(f"the weights are quantized ({method})", why=why, fix=fix)
+
+
+def quantized_files(folder: Path) -> UnsupportedError:
+    """The error for a folder whose weights cannot be read by slices, as they are quantized."""
+    return UnsupportedError(
+        "the weights are quantized",
+        where=str(folder),
+        why="reading by slices supports only plain weights",
+        fix="give the original weights (below a LoRA adapter in 4 bits: hf_hotspa.open_qlora); or load the model in "
+        "every process: from_pretrained, with dequantize=True for mxfp4 and fp8",
+    )

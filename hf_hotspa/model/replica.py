@@ -29,13 +29,13 @@ from hf_hotspa.features.dropout.dropout import (
     use_attention_dropout,
     use_keyed_dropout,
 )
-from hf_hotspa.features.four_bit.four_bit_linear import products, put_four_bit
 from hf_hotspa.features.isolation.isolation import lend_pack, mixes_packed, set_heads_of_shard, take_packs
 from hf_hotspa.features.lora.adapters import inject
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
 from hf_hotspa.model.model_kind import keep_text
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.packed_layer import products
 from hf_hotspa.model.pass_through import PassThrough, take_hidden_state
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.parallel.attention import ATTENTION, ChunkPrefix, PackedSequences
@@ -82,7 +82,8 @@ def build_skeleton(description: ModelDescription) -> Any:
             )
         keep_text(model)
         model.tie_weights()
-        put_four_bit(model, description.four_bit)
+        for name, layer in description.packed.items():
+            layer.put(model, name)
         if description.adapters is not None:
             inject(model, description.adapters)
     for name, module in model.named_modules():
@@ -277,7 +278,7 @@ class Replica:
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
-        self._use_four_bit(description)
+        self._use_packed(description)
         self._drop(description, options)
         self.attach(rope if rope.is_needed else None, self.dropout, self.noise)
         self.styles, self.widths = self._shards(description)
@@ -437,10 +438,10 @@ class Replica:
         else:
             self.calls["end"].append(apply_tensor_parallel(present, self.styles, self.widths, tensor))
 
-    def _use_four_bit(self, description: ModelDescription) -> None:
-        """Replaces products by ones with this rank's shards of 4-bit weights."""
+    def _use_packed(self, description: ModelDescription) -> None:
+        """Replaces products by ones with this rank's shards of packed weights."""
         specs, whole = {slot.spec.name: slot.spec for slot in self.slots}, list[str]()
-        for name, product in products(unwrapped_modules(self.model), description.four_bit).items():
+        for name, product in products(unwrapped_modules(self.model), description.packed).items():
             spec = specs[description.weight_of(name)]
             if spec.shard_dim is not None and self.mesh.strategy.tp > 1:
                 place = description.vector, self.mesh.strategy, spec, self.mesh.rank
@@ -449,8 +450,8 @@ class Replica:
                 whole += [name] if is_whole else []
         if whole and self.mesh.rank == 0:
             logger.warning(
-                "under %s each rank holds %d weights in 4 bits whole (%s, ...): their shards do not end with blocks",
-                self.mesh.strategy, len(whole), whole[0],
+                "under %s each rank holds %d weights in %s whole (%s, ...): their shards do not end with blocks",
+                self.mesh.strategy, len(whole), description.packed[whole[0]].form, whole[0],
             )  # fmt: skip
 
     # -- storage ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.features.dropout.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
 from hf_hotspa.features.experts.routers import router_layers
-from hf_hotspa.features.four_bit.four_bit_linear import FourBit, packed_specs, read_four_bit
 from hf_hotspa.features.isolation.isolation import LayerKind, layer_kinds
 from hf_hotspa.features.lora.adapters import LORA_A, LORA_B, Adapters, unwrap
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
@@ -28,6 +27,7 @@ from hf_hotspa.model.model_kind import (
     refuse_own_attention,
     text_base,
 )
+from hf_hotspa.model.packed_layer import PackedLayer, packed_layers
 from hf_hotspa.model.pass_through import order_unsupported_reason, stage_unsupported_reason
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, experts_per_token, fused_experts, head_counts
 from hf_hotspa.model_shape import ModelShape
@@ -67,7 +67,7 @@ class ModelDescription:
         counts_from: The padding id from which its embedding counts positions; None if from 0.
         prefix: Of parameter names in the user's model, before the names in `model_class`.
         adapters: Its LoRA adapter.
-        four_bit: Its linear layers with frozen 4-bit weights, by name without the adapter.
+        packed: Its layers whose frozen weights are held in another form, by name without the adapter.
     """
 
     model_class: type[PreTrainedModel]
@@ -91,12 +91,12 @@ class ModelDescription:
     counts_from: int | None = None
     prefix: str = ""
     adapters: Adapters | None = None
-    four_bit: Mapping[str, FourBit] = field(default_factory=dict)
+    packed: Mapping[str, PackedLayer] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Equal on ranks whose models and layouts agree."""
         adapters = self.adapters.digest() if self.adapters is not None else ""
-        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters} {self.paddings} {sorted(self.switched_off)} {self.four_bit}"
+        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters} {self.paddings} {sorted(self.switched_off)} {self.packed}"
 
     def local_name(self, name: str) -> str:
         """A parameter's name in `model_class`."""
@@ -273,19 +273,19 @@ def describe_model(
     refuse_own_attention(bare)
     structure = _structure(bare, prefix, adapters)
     refuse_hidden_rope(bare.config, structure.base_model, [f"{name}." for name in structure.layers])
-    plan = TensorPlan(bare, structure.layer_prefixes, structure.input_embedding, structure.head)
+    packed = {
+        structure.adapted(f"{name}.weight")[0].removesuffix(".weight"): layer
+        for name, layer in packed_layers(bare, compute_dtype).items()
+    }
+    _refuse_ends(packed, structure)
+    plan = TensorPlan(bare, structure.layer_prefixes, structure.input_embedding, structure.head, packed)
     counted = counting_from(structure.base_model, bare.config.get_text_config().model_type)
     decoder_layers = list(structure.decoder_layers.values())
     kinds = layer_kinds(structure.base_model, decoder_layers, bare.config)
     routers = router_layers(bare)
     fused = fused_experts(plan.modules, structure.layer_prefixes)
     refuse_dropout(bare, decoder_layers, kinds, attention_dropout)
-    four_bit = {
-        structure.adapted(f"{name}.weight")[0].removesuffix(".weight"): layer
-        for name, layer in read_four_bit(bare, compute_dtype).items()
-    }
-    _refuse_ends(four_bit, structure)
-    vector = _parameter_vector(structure, plan, fused, compute_dtype, four_bit)
+    vector = _parameter_vector(structure, plan, fused, compute_dtype, packed)
     shape = _shape(structure, plan, fused, counted, vector)
     drops = attention_dropout and bool(attention_dropouts(bare.config))
     return ModelDescription(
@@ -310,17 +310,17 @@ def describe_model(
         counts_from=counted,
         prefix=prefix,
         adapters=adapters,
-        four_bit=four_bit,
+        packed=packed,
     )
 
 
-def _refuse_ends(four_bit: Mapping[str, FourBit], structure: _Structure) -> None:
-    end = next((name for name in (structure.input_embedding, structure.head) if name in four_bit), None)
+def _refuse_ends(packed: Mapping[str, PackedLayer], structure: _Structure) -> None:
+    end = next((name for name in (structure.input_embedding, structure.head) if name in packed), None)
     if end is not None:
         raise UnsupportedError(
-            f"the weight of {end!r} is in 4 bits",
+            f"the weight of {end!r} is in {packed[end].form}",
             why="embeddings and heads are cut along the vocabulary, and may be tied",
-            fix=f"leave it as it is, as transformers does: BitsAndBytesConfig(llm_int8_skip_modules=[{end!r}, ...])",
+            fix=f"leave it as it is, as transformers does: {packed[end].skip.format(name=end)}",
         )
 
 
@@ -397,7 +397,7 @@ def _parameter_vector(
     plan: TensorPlan,
     fused: Mapping[str, int],
     compute_dtype: torch.dtype | None,
-    four_bit: Mapping[str, FourBit],
+    packed: Mapping[str, PackedLayer],
 ) -> ParameterVector:
     model = structure.model
     layer_units = {prefix: unit for unit, prefix in enumerate(structure.decoder_layers)}
@@ -411,9 +411,9 @@ def _parameter_vector(
         name_in_plan, role = structure.adapted(name)
         module, _, leaf = name_in_plan.rpartition(".")
         numel = parameter.numel()
-        if role is None and leaf == "weight" and module in four_bit:
-            specs += (packed := packed_specs(spec, four_bit[module]))
-            numel = packed[0].weights
+        if role is None and leaf == "weight" and module in packed:
+            specs += (stored := packed[module].specs(spec))
+            numel = stored[0].packed.weights
         else:
             specs.append(replace(spec, experts=fused.get(module, 0) if role is None else 0))
         if unit >= 0 and role is None:

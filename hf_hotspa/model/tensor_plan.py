@@ -7,14 +7,13 @@ tensor-parallel ranks hold and compute any other block whole, which is exact but
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit
 from hf_hotspa.features.isolation.isolation import mixes_packed, projections
 from hf_hotspa.layout.vector import Part
 from hf_hotspa.parallel.attention import calls_attention
@@ -137,10 +136,17 @@ class TensorPlan:
         whole: Why a planned block is held whole, by name with `*` for layer numbers.
     """
 
-    def __init__(self, model: PreTrainedModel, layer_prefixes: tuple[str, ...], embedding: str, head: str) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layer_prefixes: tuple[str, ...],
+        embedding: str,
+        head: str,
+        packed: Collection[str] = (),  # names of packed linear layers
+    ) -> None:
         # a LoRA layer is treated like its base; the adapter follows (`model.specs`)
         self.modules = unwrapped_modules(model)
-        self.layer_prefixes = layer_prefixes
+        self.layer_prefixes, self._packed = layer_prefixes, packed
         text = model.config.get_text_config()
         self.has_plan = has_tensor_plan(text)
         own = _OF_LAYERS.get(text.model_type, {}) if not _plans_layers(text) else {}
@@ -225,7 +231,8 @@ class TensorPlan:
 
     def _linear(self, name: str) -> nn.Linear:
         module: Any = self.modules[name]
-        if not (is_four_bit(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)):
+        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if not plain and name not in self._packed:
             raise _WholeError(f"{name.rpartition('.')[2]} is a {type(module).__name__}, not a linear layer")
         linear: nn.Linear = module
         return linear

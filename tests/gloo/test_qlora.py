@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from hf_hotspa.features.four_bit.four_bit_linear import stored_tensors
+from hf_hotspa.model.packed_layer import stored_tensors
 from hf_hotspa.model.replica import Attachment, to_storage
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import strategies_of

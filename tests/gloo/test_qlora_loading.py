@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_hotspa.engine.loading import open_qlora
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.features.four_bit.open_qlora import open_qlora
 from hf_hotspa.model.model_check import frozen_digest
 from tests.families import tiny_model
 from tests.harness import run_ranks

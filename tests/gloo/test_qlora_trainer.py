@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import TrainingArguments
 
 from hf_hotspa.errors import ResumeError
-from hf_hotspa.features.four_bit.four_bit_linear import stored_tensors
+from hf_hotspa.model.packed_layer import stored_tensors
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, _pad, dataset_rows
 from tests.harness import run_ranks
 from tests.lora import trained

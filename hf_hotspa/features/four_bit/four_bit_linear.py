@@ -8,98 +8,158 @@ it repacks the weights in place in evaluation. bitsandbytes is imported only whe
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.errors import ModelError
 from hf_hotspa.layout.vector import Packed, ParameterSpec
+from hf_hotspa.model.replica import to_storage
 
 SCALES = "absmax"
 """The name of the scales in a replica's `Linear4bit`, and in the parameter vector."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
-_DEQUANTIZE = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 
 
 @dataclass(frozen=True)
 class FourBit:
-    """A linear layer in 4 bits as plain data.
+    """A linear layer in 4 bits as plain data: a `model.packed_layer.PackedLayer`.
 
     Args:
         shape: Shape of its weight, [out, in].
         block: Weights that share a scale.
-        quant_type: `nf4` or `fp4`.
+        kind: `nf4` or `fp4`.
         dtype: The dtype of the weights before quantization; a backward pass dequantizes to it.
-        compute_dtype: The dtype of products; None for the dtype of their input.
         options: Further arguments of its class.
     """
 
     shape: tuple[int, int]
     block: int
-    quant_type: str
+    kind: str
     dtype: torch.dtype
     compute_dtype: torch.dtype | None
     options: Mapping[str, Any]
+
+    form: ClassVar[str] = "4 bits"
+    skip: ClassVar[str] = "BitsAndBytesConfig(llm_int8_skip_modules=[{name!r}, ...])"
+
+    @property
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    # -- the parameter vector
+
+    def specs(self, spec: ParameterSpec) -> tuple[ParameterSpec, ParameterSpec]:
+        """Codes, and scales."""
+        (rows, columns), block, numel = self.shape, self.block, self.numel
+        # where blocks cross rows, CPU kernels of bitsandbytes 0.50 use different scales in a part than in the whole matrix;
+        # training uses the whole one
+        step = 0 if spec.shard_dim is None or columns % block or block % 2 else (1, block)[spec.shard_dim]
+        packed = Packed(self.shape, step, numel)
+        blocks: tuple[int, ...] = (rows, columns // block) if step else (-(-numel // block),)
+        codes: tuple[int, ...] = (*blocks, block // 2) if step else (-(-numel // 2),)
+        common = replace(spec, frozen_dtype=None, trainable=False, partial_gradient=False)
+        return (
+            replace(common, shape=codes, dtype="uint8", packed=packed),
+            replace(
+                common,
+                name=f"{spec.name.removesuffix('weight')}{SCALES}",
+                shape=blocks,
+                dtype="float32",
+                packed=replace(packed, weights=0),
+            ),
+        )
+
+    # -- the user's module
+
+    def stored(self, module: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Codes as uint8, scales as fp32."""
+        if module.weight.is_meta:
+            yield "weight", torch.empty(-(-self.numel // 2), dtype=torch.uint8, device="meta")
+            yield SCALES, torch.empty(-(-self.numel // self.block), device="meta")
+        else:
+            yield "weight", plain_codes(module.weight)
+            yield SCALES, scales_of(_state(module, name))
+
+    def write(self, module: Any, leaf: str, values: Tensor) -> None:
+        """Scales are then not nested."""
+        if leaf == "weight":
+            plain_codes(module.weight).copy_(values.reshape(-1))
+        else:
+            state = _state(module, "weight")
+            state.absmax = values.reshape(-1).to(module.weight.device, copy=True)
+            state.nested, state.state2, state.offset = False, None, None
+
+    # -- replicas
+
+    def put(self, model: nn.Module, name: str) -> None:
+        """Puts the layer into a fresh model, on the meta device."""
+        from bitsandbytes.nn.modules import Linear4bit
+
+        rows, columns = self.shape
+        module = Linear4bit(columns, rows, **self.options, device="meta")
+        module.support_avx512bf16_for_cpu = False
+        module.requires_grad_(False)
+        scales = torch.empty(-(-self.numel // self.block), device="meta")
+        module.register_parameter(SCALES, nn.Parameter(scales, requires_grad=False))
+        model.set_submodule(name, module)
+        model.is_loaded_in_4bit = True  # PEFT asks
+
+    def product(self, module: Any) -> "FourBitProduct":
+        """Makes the product of a replica's module its forward."""
+        return FourBitProduct(module, self)
+
+    def adapter_class(self) -> type[nn.Module]:
+        from peft.tuners.lora import Linear4bit
+
+        kind: type[nn.Module] = Linear4bit
+        return kind
+
+    # -- weights in files
+
+    def packed(
+        self, spec: ParameterSpec, start: int, stop: int, read: Callable[[ParameterSpec, int, int], Tensor]
+    ) -> Tensor:
+        """Elements of codes or scales, the same as of the whole weight: blocks are quantized one by one. Quantized scales
+        depend on all scales of a weight, so that some of them take all of it."""
+        from bitsandbytes.functional import quantize_4bit
+
+        assert spec.packed is not None
+        (rows, columns), block, dim = self.shape, self.block, spec.storage_dim
+        are_scales = not spec.packed.weights
+        nested = are_scales and self.options["compress_statistics"]
+        name = f"{spec.name.rpartition('.')[0]}.weight"
+        by_columns = replace(spec, name=name, shape=self.shape, packed=None, shard_dim=1)
+        by_rows = replace(by_columns, shard_dim=None)
+        # stored elements per row, per column of blocks, or per block
+        each = spec.row_size if dim is not None else 1 if are_scales else block // 2
+        first, last = (0, spec.numel) if nested else (start // each, -(-stop // each))
+        if nested:
+            weights = read(by_rows, 0, self.numel)
+        elif dim == 1:
+            weights = read(by_columns, first * block * rows, last * block * rows).view(-1, rows).t()
+        else:
+            of_one = columns if dim == 0 else block
+            weights = read(by_rows, first * of_one, min(last * of_one, self.numel))
+        codes, state = quantize_4bit(
+            weights.to(self.dtype).contiguous(), blocksize=block, compress_statistics=nested, quant_type=self.kind
+        )
+        made = scales_of(state) if are_scales else codes.reshape(-1)
+        if dim is not None:
+            per_row = rows if nested or dim == 1 else last - first
+            made = to_storage(made.view(per_row, -1, *spec.shape[2:]), dim)
+        begin = 0 if nested else first * each
+        return made[start - begin : stop - begin]
 
 
 # -- the user's model -------------------------------------------------------------------------------------------------
 
 
-def _refuse_quantized_modules(model: nn.Module) -> None:
-    """Rejects modules that were quantized after the model had been loaded."""
-    for name, module in model.named_modules():
-        kinds = {type(p) for p in module.parameters(recurse=False) if not issubclass(type(p), nn.Parameter)}
-        if kinds or "quantized" in type(module).__module__.split("."):
-            raise UnsupportedError(
-                f"the weights of module {name!r} are quantized ({', '.join(k.__name__ for k in (*kinds, type(module)))})",
-                why="packed integers and their scales cannot be cut into shards and moved between layouts like weights",
-                fix="train the model before it is quantized",
-            )
-
-
-def refuse_quantized(model: nn.Module, adapted: bool) -> None:
-    """Raises an error for weights that are not plain floating-point numbers, except 4-bit bitsandbytes below an adapter.
-
-    Args:
-        model: The model without an adapter's wrapper.
-        adapted: Whether it has one.
-
-    Raises:
-        UnsupportedError: naming the method.
-    """
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if config is None and not getattr(model, "is_quantized", False):
-        _refuse_quantized_modules(model)
-        return
-
-    def value(name: str) -> Any:
-        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-    method = str(getattr(value("quant_method"), "value", value("quant_method")) or "an unknown method")
-    in_4_bits = method == "bitsandbytes" and value("load_in_4bit")
-    method += ", 8 bits" if method == "bitsandbytes" and value("load_in_8bit") else ""
-    if in_4_bits and adapted:
-        return
-    if value("dequantize") and not any(p.dtype.itemsize == 1 for p in model.parameters()):
-        return  # only the files were quantized
-    why = "packed integers and their scales cannot be cut into shards and moved between layouts like weights"
-    fix = (
-        "load the model without quantization_config, for instance with dtype=torch.bfloat16: frozen weights are kept once, in "
-        "that dtype; or in 4 bits of bitsandbytes (load_in_4bit=True), below a LoRA adapter"
-    )
-    if in_4_bits:
-        method, why = "bitsandbytes, 4 bits", "codes of 4 bits have no gradient, and nothing else would be trained"
-        fix = "put a LoRA adapter on it: get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(...))"
-    elif method in _DEQUANTIZE:
-        fix = f"load it with quantization_config={_DEQUANTIZE[method]}(dequantize=True): its weights are bf16 then"
-    raise UnsupportedError(f"the weights are quantized ({method})", why=why, fix=fix)
-
-
-def is_four_bit(module: Any) -> bool:
+def _is_four_bit(module: Any) -> bool:
     """Whether a module is a 4-bit linear layer of bitsandbytes with the library's forward."""
     bnb: Any = sys.modules.get("bitsandbytes")  # an object of a package that was never imported does not exist
     if bnb is None or not isinstance(module, bnb.nn.Linear4bit):
@@ -108,12 +168,8 @@ def is_four_bit(module: Any) -> bool:
     return own is bnb.nn.Linear4bit.forward
 
 
-def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) -> dict[str, FourBit]:
-    """The 4-bit linear layers of a model, by name.
-
-    Args:
-        model: The user's model. From now on its evaluations leave its weights unchanged.
-        compute_dtype: The dtype of a run in 16 bits, which its products then have, too, as under autocast.
+def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, FourBit]:
+    """The hook `describe`: see `model.packed_layer.packed_layers`.
 
     Raises:
         ModelError: a layer was not quantized, or a forward in evaluation has repacked its weights.
@@ -121,7 +177,7 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
     narrow = compute_dtype in (torch.bfloat16, torch.float16)
     packed = {}
     for name, module in model.named_modules():
-        if not is_four_bit(module):
+        if not _is_four_bit(module) or hasattr(module, SCALES):  # of a replica
             continue
         module.support_avx512bf16_for_cpu = False
         weight = module.weight
@@ -130,7 +186,7 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
         packed[name] = FourBit(
             shape=(module.out_features, module.in_features),
             block=state.blocksize,
-            quant_type=state.quant_type,
+            kind=state.quant_type,
             dtype=_dtype_of(model) if weight.is_meta else state.dtype,
             compute_dtype=compute_dtype if narrow else module.compute_dtype,
             options={
@@ -167,31 +223,6 @@ def _state(module: Any, name: str) -> Any:
     return state
 
 
-def stored_tensors(
-    model: nn.Module, remove_duplicate: bool = True, only_frozen: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model as `named_parameters`, detached; 4-bit codes are followed by their scales.
-
-    Codes are uint8 and 1-D, scales fp32 and 1-D, both in row-major order. `only_frozen` leaves out trained parameters,
-    whose values may be unreadable in training.
-    """
-    packed = {f"{name}.weight": module for name, module in model.named_modules() if is_four_bit(module)}
-    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
-        if only_frozen and parameter.requires_grad:
-            continue
-        module = packed.get(name)
-        prefix = name.removesuffix("weight")
-        if module is None or hasattr(module, SCALES):
-            yield name, parameter.detach()
-        elif parameter.is_meta:
-            numel = module.out_features * module.in_features
-            yield name, torch.empty(-(-numel // 2), dtype=torch.uint8, device="meta")
-            yield f"{prefix}{SCALES}", torch.empty(-(-numel // module.weight.blocksize), device="meta")
-        else:
-            yield name, plain_codes(parameter)
-            yield f"{prefix}{SCALES}", scales_of(_state(module, prefix.rstrip(".")))
-
-
 def plain_codes(parameter: Tensor) -> Tensor:
     """A view of a weight's codes as uint8, 1-D, whatever dtype stores them (`bnb_4bit_quant_storage`)."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -207,68 +238,7 @@ def scales_of(state: Any) -> Tensor:
     return (dequantize_blockwise(state.absmax, state.state2) + state.offset).reshape(-1).float()
 
 
-def put_back(module: Any, codes: Tensor | None = None, scales: Tensor | None = None) -> None:
-    """Gives a layer other codes (uint8, any shape, row-major) or scales (fp32, likewise), which are then not nested."""
-    weight = module.weight
-    if codes is not None:
-        plain_codes(weight).copy_(codes.reshape(-1))
-    if scales is not None:
-        state = _state(module, "weight")
-        state.absmax = scales.reshape(-1).to(weight.device, copy=True)
-        state.nested, state.state2, state.offset = False, None, None
-
-
-# -- the parameter vector ---------------------------------------------------------------------------------------------
-
-
-def packed_specs(spec: ParameterSpec, layer: FourBit) -> tuple[ParameterSpec, ParameterSpec]:
-    """The codes and the scales of a weight as tensors of the vector, from the spec of the weight before quantization."""
-    (rows, columns), block = layer.shape, layer.block
-    numel = rows * columns
-    # where blocks cross rows, CPU kernels of bitsandbytes 0.50 use different scales in a part than in the whole matrix;
-    # training uses the whole one
-    step = 0 if spec.shard_dim is None or columns % block or block % 2 else (1, block)[spec.shard_dim]
-    packed = Packed(layer.shape, step, numel)
-    blocks: tuple[int, ...] = (rows, columns // block) if step else (-(-numel // block),)
-    codes: tuple[int, ...] = (*blocks, block // 2) if step else (-(-numel // 2),)
-    common = replace(spec, frozen_dtype=None, trainable=False, partial_gradient=False)
-    return (
-        replace(common, shape=codes, dtype="uint8", packed=packed),
-        replace(
-            common,
-            name=f"{spec.name.removesuffix('weight')}{SCALES}",
-            shape=blocks,
-            dtype="float32",
-            packed=replace(packed, weights=0),
-        ),
-    )
-
-
-# -- replicas ---------------------------------------------------------------------------------------------------------
-
-
-def put_four_bit(model: nn.Module, layers: Mapping[str, FourBit]) -> None:
-    """Puts 4-bit layers, by name, into a fresh model, with parameters on the meta device, and their `absmax`."""
-    if not layers:
-        return
-    from bitsandbytes.nn.modules import Linear4bit
-
-    for name, layer in layers.items():
-        rows, columns = layer.shape
-        module = Linear4bit(columns, rows, **layer.options, device="meta")
-        module.support_avx512bf16_for_cpu = False
-        module.requires_grad_(False)
-        scales = torch.empty(-(-rows * columns // layer.block), device="meta")
-        module.register_parameter(SCALES, nn.Parameter(scales, requires_grad=False))
-        model.set_submodule(name, module)
-    model.is_loaded_in_4bit = True  # PEFT asks
-
-
-def products(modules: Mapping[str, Any], layers: Mapping[str, FourBit]) -> dict[str, "FourBitProduct"]:
-    """Makes 4-bit layers' products their forwards. `modules` are by name without adapters; other stages' are missing."""
-    return {
-        name: FourBitProduct(modules[name], layer) for name, layer in layers.items() if is_four_bit(modules.get(name))
-    }
+# -- products ---------------------------------------------------------------------------------------------------------
 
 
 class FourBitProduct:
@@ -333,7 +303,7 @@ class FourBitProduct:
         layer, linear = self._layer, self._linear
         shape = torch.Size(self._shape if self._slice is None else layer.shape)
         scales = linear.absmax.detach().contiguous().view(-1)
-        state = QuantState(scales, shape=shape, blocksize=layer.block, quant_type=layer.quant_type, dtype=dtype)
+        state = QuantState(scales, shape=shape, blocksize=layer.block, quant_type=layer.kind, dtype=dtype)
         return linear.weight.detach().contiguous().view(-1, 1), state
 
 

@@ -28,7 +28,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit, refuse_quantized
+from hf_hotspa.model.model_kind import refuse_quantized
+from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.tensor_plan import is_fused
 from hf_hotspa.parallel.wrapped_model import BASE, bare_model, base_layer, is_wrapped
 
@@ -205,7 +206,7 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     ends = [bare.get_input_embeddings(), bare.get_output_embeddings()] if isinstance(bare, PreTrainedModel) else []
-    scalings: dict[str, float] = {}
+    scalings, packed = dict[str, float](), packed_layers(bare)
     for path, module in bare.named_modules():
         if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             continue
@@ -218,8 +219,10 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
             )
         if is_of_parameter(module):
             _refuse_other_parameters(path, module, base)
-        elif type(module) is not (_of_four_bit() if is_four_bit(base) else Linear) or not (
-            type(base) is nn.Linear or is_four_bit(base)
+        elif (
+            type(module) is not Linear or type(base) is not nn.Linear
+            if (layer := packed.get(f"{path}.{BASE}")) is None
+            else type(module) is not layer.adapter_class()
         ):
             raise UnsupportedError(
                 f"the adapter on {path!r} is a {type(module).__name__} around a {type(base).__name__}",
@@ -233,13 +236,6 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
             )
         scalings[path] = float(module.scaling[name])
     return scalings
-
-
-def _of_four_bit() -> type[nn.Module]:
-    from peft.tuners.lora import Linear4bit
-
-    kind: type[nn.Module] = Linear4bit
-    return kind
 
 
 def is_of_parameter(module: nn.Module) -> bool:

@@ -33,9 +33,9 @@ class HandOver(Options):
             )
 
     def check_model(self, description: Any, buckets: Sequence[Bucket], options: Any) -> None:
-        if description.four_bit:
+        if forms := sorted({layer.form for layer in description.packed.values()}):
             raise UnsupportedError(
-                "columns of slow devices are handed over, and the model has weights in 4 bits",
+                f"columns of slow devices are handed over, and the model has weights in {forms[0]}",
                 why="the rank that computes them for another rank would need its codes",
                 fix="use hotspa_stragglers=watch, or load the model in bf16",
             )

@@ -1,0 +1,106 @@
+"""Packed layers: frozen linear layers of the user's model whose weight is held as other tensors, such as codes and scales.
+
+Features find them (hook `describe`). Their tensors are in the parameter vector (`layout.vector.Packed`), cut at block borders
+and moved unchanged. A replica has the same layers on its shards, with products that the feature makes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_hotspa.layout.vector import ParameterSpec
+from hf_hotspa.seam import hooks
+
+
+class Product(Protocol):
+    """`x W^T` of a packed layer in a replica, in the place of its forward."""
+
+    def cut(self, dim: int, rows: Sequence[tuple[int, int]], held_whole: bool) -> None:
+        """Makes it the product with a shard: these rows of the weight along the cut dim. With `held_whole` the rank holds
+        the complete packed weight, and slices the plain one."""
+
+
+class PackedLayer(Protocol):
+    """One layer as plain data, equal on all ranks.
+
+    Attributes:
+        form: How messages call the form: "weights in ...".
+        kind: How plans call it (`--quantization`).
+        skip: How a model is loaded without the form for one module, with a place for its `name`.
+        compute_dtype: The dtype of products; None for the dtype of their input.
+    """
+
+    @property
+    def form(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def skip(self) -> str: ...
+    @property
+    def compute_dtype(self) -> torch.dtype | None: ...
+
+    def specs(self, spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
+        """The tensors of the parameter vector, from the spec of the plain weight; the first has `Packed.weights`."""
+
+    def stored(self, module: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors of the user's module, 1-D, detached, by their names in it. The module may be on meta."""
+
+    def write(self, module: Any, leaf: str, values: Tensor) -> None:
+        """Gives the user's module other values of one of them, of any shape, in row-major order."""
+
+    def put(self, model: nn.Module, name: str) -> None:
+        """Puts the layer into a fresh model, on the meta device, with parameters named as the specs."""
+
+    def product(self, module: Any) -> Product:
+        """Makes the product of such a module its forward."""
+
+    def adapter_class(self) -> type[nn.Module]:
+        """PEFT's class around the layer."""
+
+    def packed(
+        self, spec: ParameterSpec, start: int, stop: int, read: Callable[[ParameterSpec, int, int], Tensor]
+    ) -> Tensor:
+        """Packs plain weights: elements `[start, stop)` of one of the specs, in storage order.
+
+        Args:
+            spec: Its name is that of the tensor in a model without adapters.
+            read: Returns elements of the plain weight, in storage order of a spec of it.
+        """
+
+
+def packed_layers(model: nn.Module, compute_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """The `PackedLayer`s of the user's model, by name. From now on its evaluations leave their weights unchanged.
+
+    Args:
+        compute_dtype: The dtype of a run in 16 bits, which products then have, too, as under autocast.
+
+    Raises:
+        ModelError: a layer cannot be read.
+    """
+    return {name: layer for hook in hooks("describe") for name, layer in hook(model, compute_dtype).items()}
+
+
+def products(modules: Mapping[str, Any], layers: Mapping[str, PackedLayer]) -> dict[str, Product]:
+    """Makes layers' products their forwards. `modules` are by name without adapters; other stages' are missing."""
+    return {name: layer.product(modules[name]) for name, layer in layers.items() if name in modules}
+
+
+def stored_tensors(
+    model: nn.Module, remove_duplicate: bool = True, only_frozen: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model as `named_parameters`, detached; packed weights as the tensors that hold them.
+
+    `only_frozen` leaves out trained parameters, whose values may be unreadable in training.
+    """
+    packed = packed_layers(model)
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        module, _, leaf = name.rpartition(".")
+        if only_frozen and parameter.requires_grad:
+            continue
+        if leaf == "weight" and module in packed:
+            for own, tensor in packed[module].stored(model.get_submodule(module), module):
+                yield f"{module}.{own}", tensor
+        else:
+            yield name, parameter.detach()
