@@ -42,7 +42,7 @@ class PackedLayer(Protocol):
     def compute_dtype(self) -> torch.dtype | None: ...
 
     def specs(self, spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
-        """The tensors of the parameter vector, from the spec of the plain weight; the first has `Packed.weights`."""
+        """The tensors of the parameter vector, from the spec of the plain weight; `Packed.weights` adds up to its size."""
 
     def stored(self, module: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         """The same tensors of the user's module, 1-D, detached, by their names in it. The module may be on meta."""

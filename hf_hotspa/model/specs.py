@@ -413,7 +413,7 @@ def _parameter_vector(
         numel = parameter.numel()
         if role is None and leaf == "weight" and module in packed:
             specs += (stored := packed[module].specs(spec))
-            numel = stored[0].packed.weights
+            numel = sum(own.packed.weights for own in stored if own.packed is not None)
         else:
             specs.append(replace(spec, experts=fused.get(module, 0) if role is None else 0))
         if unit >= 0 and role is None:
