@@ -65,8 +65,8 @@ class PackedLayer(Protocol):
         """Packs plain weights: elements `[start, stop)` of one of the specs, in storage order.
 
         Args:
-            spec: Its name is that of the tensor in a model without adapters.
-            read: Returns elements of the plain weight, in storage order of a spec of it.
+            spec: Named as in a model without adapters.
+            read: Returns elements of the plain weight, in the storage order of its spec.
         """
 
 
