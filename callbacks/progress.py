@@ -49,9 +49,8 @@ class PhaseProgressCallback(TrainerCallback):
                 else:
                     self._line = _Bar(phase.num_phases)
         if self._line is not None:
-            self._line.show(
-                phase.index, f"step {phase.step}: {phase.strategy}, {phase.num_packs} packs, {phase.num_tokens} tokens"
-            )
+            counts = f"{phase.num_packs} packs, {phase.num_tokens} tokens"
+            self._line.show(phase.index, f"step {phase.step}: {phase.strategy}, {counts}")
 
     def on_phase_end(self, args: Any, state: TrainerState, control: Any, phase: PhaseEvent, **kwargs: Any) -> None:
         """Counts the phase."""

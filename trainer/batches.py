@@ -476,10 +476,9 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> Sequenc
             )
         lengths = list[int]()
         for batch in islice(loader, batches):
-            batch = {
-                name: value for name, value in collating.without_padded_from(batch).items() if isinstance(value, Tensor)
-            }
-            known = {name: batch[name] for name in (*ROW_COLUMNS, *FLAT_COLUMNS) if name in batch}
+            read = collating.without_padded_from(batch)
+            names = [name for name in (*ROW_COLUMNS, *FLAT_COLUMNS) if isinstance(read.get(name), Tensor)]
+            known = {name: read[name] for name in names}
             lengths += [len(document.ids) for document in read_batch(known, _ANY, _ANY, agreement.rank)]
         return lengths
 

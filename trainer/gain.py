@@ -142,9 +142,8 @@ def _take_turns(
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     differences, verbose = [], trainer.is_world_process_zero()
     shape, rules = engine.description.shape, _rules(trainer)
-    collator = PackedBucketCollator(
-        engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost, rules=rules
-    )
+    of_model = {"vocab_size": shape.vocab_size, "quadratic_cost": shape.quadratic_cost}
+    collator = PackedBucketCollator(engine.buckets, rank=engine.rank, rules=rules, **of_model)
     exchange = Exchange(engine.agreement, engine.world_size)
 
     def made(documents: Documents, side: Side) -> MiniBatch:

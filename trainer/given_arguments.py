@@ -301,9 +301,8 @@ def flag(default: Any, text: str, choices: Iterable[str] = (), **known: Any) -> 
 
 def flags_of(kind: type) -> dict[str, Flag]:
     """The flags of a class of arguments, by name; also if a script's class changes a default."""
-    inherited = chain.from_iterable(
-        vars(part).get("__dataclass_fields__", {}).items() for part in reversed(kind.__mro__)
-    )
+    parts = (vars(part).get("__dataclass_fields__", {}) for part in reversed(kind.__mro__))
+    inherited = chain.from_iterable(fields_.items() for fields_ in parts)
     helps = ((name, known.metadata.get("help")) for name, known in inherited)
     return {name: help_.flag for name, help_ in helps if isinstance(help_, _Help)}
 

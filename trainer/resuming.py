@@ -309,9 +309,8 @@ class Restorer:
                     fix="load the same base model in the same dtype, and make the adapter with the same config and seed",
                 )
             tensors.restore(path, manifest, engine.master, optimizer, state["optimizer"])
-        tensors.copy_buffers(
-            tensors.saved_tensors(path, manifest, manifests.BUFFERS), [self._model, *engine.part_models]
-        )
+        buffers = tensors.saved_tensors(path, manifest, manifests.BUFFERS)
+        tensors.copy_buffers(buffers, [self._model, *engine.part_models])
 
     def _model_files(self, folder: Path, agreement: Agreement) -> None:
         """Restores the master store and the buffers from a Hugging Face model or adapter folder."""

@@ -170,9 +170,8 @@ def check_attached(optimizer: Any, when: str, function: Any) -> None:
         raise _rejected(f"{what}, which cannot be shown to be elementwise: {why}") from error
     ends, scalars = whole
     for share, (parts, read) in enumerate((first, rest)):
-        close = len(read) == len(scalars) and torch.allclose(
-            torch.tensor(read), torch.tensor(scalars), rtol=1e-4, equal_nan=True
-        )
+        numbers = torch.tensor(read), torch.tensor(scalars)
+        close = len(read) == len(scalars) and torch.allclose(*numbers, rtol=1e-4, equal_nan=True)
         for end, part in zip(ends, parts, strict=True):
             cut = end.flatten()[_cut(share)]
             close = close and bool(((cut - part).abs() <= 1e-5 * end.abs().max()).all())
