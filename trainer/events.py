@@ -36,6 +36,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -151,6 +152,7 @@ STEP_EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_o
 """The events of a step; ranks communicate before and after those in which a callback may look at the model."""
 
 _SHARED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+_shared = attrgetter(*_SHARED)
 _OF_STEP = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_ALL = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")  # the events inside a mini-batch
@@ -301,7 +303,7 @@ class CallbackEvents(CallbackHandler):
         is_looked_at = event in self.looked_at
         if event in COLLECTIVE_EVENTS or is_looked_at:
             self._before(event)
-        shared = {name: getattr(self, name) for name in _SHARED}
+        shared = dict(zip(_SHARED, _shared(self), strict=True))
         for callback in chain(self.callbacks, self._own.values()):
             given = kwargs
             if event == "on_log" and (logs := kwargs.get("logs")) is not None:
@@ -321,7 +323,7 @@ class CallbackEvents(CallbackHandler):
             self.after(event)
         if event == "on_pre_optimizer_step":
             bare = getattr(self.optimizer, "optimizer", self.optimizer)
-            tables = *(getattr(bare, name, ()) for name in _OF_STEP), *_OF_ALL
+            tables = getattr(bare, _OF_STEP[0], ()), getattr(bare, _OF_STEP[1], ()), *_OF_ALL
             attached = vars(self.optimizer).get("step"), vars(bare).get("step"), *map(tuple, tables)
             if attached != self._attached:  # keys of hooks are used once
                 self.before_step()
