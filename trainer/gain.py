@@ -142,7 +142,7 @@ def _take_turns(
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     differences, verbose = [], trainer.is_world_process_zero()
     shape, rules = engine.description.shape, _rules(trainer)
-    of_model = {"vocab_size": shape.vocab_size, "quadratic_cost": shape.quadratic_cost}
+    of_model: dict[str, Any] = {"vocab_size": shape.vocab_size, "quadratic_cost": shape.quadratic_cost}
     collator = PackedBucketCollator(engine.buckets, rank=engine.rank, rules=rules, **of_model)
     exchange = Exchange(engine.agreement, engine.world_size)
 
