@@ -268,7 +268,7 @@ class TimeModel:
     context_exchanges: Mapping[tuple[int, int], Exchanges] = field(default_factory=dict)
     forwards: int = 0  # forward passes of all tokens, without gradients, in a step besides training
     _kinds: dict[Strategy, Strategy] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _stage_costs: dict[tuple[int, ...], tuple[Cost, ...]] = field(
+    _stage_costs: dict[tuple[Any, ...], tuple[Cost, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _different_costs: dict[Strategy, tuple[Mapping[Cost, int], Cost]] = field(
@@ -314,7 +314,7 @@ class TimeModel:
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
         """Returns the cost of each stage of a replica in pipeline order, v for each of its pp ranks. Raises
         `HotspaConfigError`: there are no coefficients for the strategy; `StrategyError`: more stages than layers."""
-        key = *strategy.degrees, strategy.rc, strategy.v
+        key = *strategy.degrees, strategy.rc, strategy.v, *strategy.added
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stages(strategy)
         return self._stage_costs[key]

@@ -1,6 +1,10 @@
 """`docs/adding.md`: its examples run and do what the page says, and its tables name the files that the code has."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +37,7 @@ def _in_a_folder(tmp_path, monkeypatch):
 
 
 def test_the_page_is_short_and_names_files_that_are_there():
-    assert len(PAGE.split()) <= 1200
+    assert len(re.sub(r"^```python\n.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL).split()) <= 1200
     named = set(re.findall(r"`((?:hf_hotspa|trainer|docs|tests)/[\w/.]+?\.\w+)`", PAGE))
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
@@ -51,6 +55,112 @@ def test_the_files_that_read_an_option_or_a_degree_are_those_of_the_page(title, 
     reading = {str(p.relative_to(ROOT)) for p in PRODUCT if re.search(rf"\.{name}\b", p.read_text())}
     assert {*reading, *binding} == set(files_of(title))
     assert len(files_of(title)) <= 8
+
+
+ONE_LINE = re.compile(r"^FEATURES = \((.*)\)$", re.MULTILINE)
+USED = """
+import json
+from functools import partial
+from hf_hotspa import HotSPaTrainer, HotSPaTrainingArguments
+from hf_hotspa.costs.cost_model import CostModel
+from hf_hotspa.errors import StrategyError
+from hf_hotspa.search.setup import Setup
+from hf_hotspa.strategy import Strategy
+from tests.families import tiny_model
+from tests.oracle import random_rows
+
+setup = Setup.read("llama2-7b", "1x8", "a100-80g")
+plain, pausing = Strategy.parse("tp8"), Strategy.parse("tp8+pause5")
+assert (str(pausing), pausing.option("pause"), plain.option("pause")) == ("tp8+pause5", 5, 0)
+try:
+    Strategy.parse("tp8+pause")
+except StrategyError as error:
+    assert "pause" in str(error)
+packs = [((4096, 4096), (4096,))]
+seconds = {s: setup.cost.time.phase_seconds(s, packs) for s in (plain, pausing)}
+assert abs(seconds[pausing] - seconds[plain] - 2 * 5e-3) < 1e-9, seconds
+
+def train(strategy):
+    args = HotSPaTrainingArguments(output_dir=strategy, use_cpu=True, report_to="none", max_steps=2, logging_steps=1,
+        per_device_train_batch_size=4, hotspa_strategies=f"{strategy}:64@64", save_strategy="no")
+    trainer = HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args=args, train_dataset=random_rows(8, 160, longest=60))
+    trainer.train()
+    phase = trainer.last_report.phases[0]
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    trainer.close_engine()
+    return phase, logged
+
+phase, logged = train("dp1+pause5")
+same, of_plain = train("dp1")
+assert phase.counted["pauses"] == phase.num_packs > 1, phase
+assert same.counted["pauses"] == 0
+assert [row["loss"] for row in logged] == [row["loss"] for row in of_plain]
+assert logged[-1]["hotspa/pauses"] > 0 and "hotspa/pauses" not in of_plain[-1]
+print("all of it works")
+"""
+
+
+# An installation for development maps the package to this repository, also in processes that tests start.
+OF_THE_COPY = """
+import sys
+for name, module in [*sys.modules.items()]:
+    if name.startswith("__editable___hf_hotspa"):
+        module.MAPPING.clear()
+"""
+
+
+def copied(folder):
+    """A copy of the package's sources, and of what tests need."""
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder / path.name)
+        elif path.name in ("hf_hotspa", "trainer", "callbacks", "tests", "docs", "examples", "benchmarks"):
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "sitecustomize.py").write_text(OF_THE_COPY)
+    return folder
+
+
+def run_in(folder, *command):
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=1800)
+
+
+def test_a_feature_is_its_folder_and_one_line(tmp_path):
+    root = copied(tmp_path)
+    for code in re.findall(r"^```python\n(.*?)^```", SECTIONS["A feature"], re.MULTILINE | re.DOTALL):
+        [file] = re.findall(r"^# (\S+)$", code.splitlines()[0])
+        (root / file).parent.mkdir(exist_ok=True)
+        (root / file).write_text(code)
+    seam = root / "hf_hotspa" / "seam.py"
+    seam.write_text(ONE_LINE.sub(r'FEATURES = (\1, "pause")', seam.read_text()))
+    done = run_in(root, "-c", USED)
+    assert done.stdout.endswith("all of it works\n"), done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_feature_is_removed_with_its_folder_and_one_line(tmp_path):
+    """Everything else passes without PipeDream: all contract and unit tests but its own."""
+    root = copied(tmp_path)
+    shutil.rmtree(root / "hf_hotspa" / "features" / "pipedream")
+    seam = root / "hf_hotspa" / "seam.py"
+    seam.write_text(seam.read_text().replace('"pipedream", ', "").replace(', "pipedream"', ""))
+    for path in [*(root / "tests").rglob("test_pipedream*.py")]:
+        path.unlink()
+    done = run_in(
+        root,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-m",
+        "not slow and not gpu",
+        "-p",
+        "no:cacheprovider",
+        "tests/unit",
+        "tests/contract",
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
 
 
 def test_a_flag_is_two_files():
