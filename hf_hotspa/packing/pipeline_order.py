@@ -578,7 +578,7 @@ def beats(
 
 
 def _passes(strategy: Strategy, packs: Sequence[Lengths], is_trained: bool) -> list[bool]:
-    """Whether each pass of a replica is backward, as `token_chunks.PackRunner` runs every chain."""
+    """Whether each pass of a replica is backward, as the chains of one stage run."""
     passes: list[bool] = []
     for lengths in packs:
         for chunks in map(len, cut_into_chains(lengths, strategy.ck)) if strategy.ck else (1,):

@@ -21,7 +21,7 @@ Shapes: T tokens of the pack, t of this rank's row, S keys that its pieces see, 
 head dim.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -95,15 +95,11 @@ class Division:
     @cached_property
     def _order(self) -> list[int]:
         """For each token of the pack, then of all padding, its place in the concatenated rows of all ranks."""
-        begins = [0, *accumulate(self.shares.lengths)]
-        order, pads, place = [0] * begins[-1], list[int](), 0
-        for pieces, pad in zip(self.shares.pieces, self.shares.pads, strict=True):
-            for sequence, first, stop in pieces:
-                order[begins[sequence] + first : begins[sequence] + stop] = range(place, place + stop - first)
-                place += stop - first
-            pads += range(place, place + pad)
-            place += pad
-        return order + pads
+        shares, starts = self.shares, [0, *accumulate(self.shares.rows)]
+        order = [0] * sum(shares.lengths)
+        for rank, tokens, place in _pieces(shares):
+            order[tokens] = range(starts[rank] + place.start, starts[rank] + place.stop)
+        return order + [at for end, pad in zip(starts[1:], shares.pads, strict=True) for at in range(end - pad, end)]
 
     @cached_property
     def to_pack(self) -> Tensor | None:
@@ -194,14 +190,20 @@ def _shares(lengths: tuple[int, ...], size: int, way: str, quadratic_cost: float
 
 def in_order(rows: Sequence[Tensor], shares: Shares) -> Tensor:
     """[T, ...] of a pack, from each rank's tokens, without padding."""
+    whole = rows[0].new_empty(sum(shares.lengths), *rows[0].shape[1:])
+    for rank, tokens, place in _pieces(shares):
+        whole[tokens] = rows[rank][place]
+    return whole
+
+
+def _pieces(shares: Shares) -> Iterator[tuple[int, slice, slice]]:
+    """Yields each piece's rank, its tokens in the pack, and its place in the rank's row."""
     begins = [0, *accumulate(shares.lengths)]
-    whole = rows[0].new_empty(begins[-1], *rows[0].shape[1:])
-    for row, pieces in zip(rows, shares.pieces, strict=True):
+    for rank, pieces in enumerate(shares.pieces):
         at = 0
         for sequence, first, stop in pieces:
-            whole[begins[sequence] + first : begins[sequence] + stop] = row[at : at + stop - first]
+            yield rank, slice(begins[sequence] + first, begins[sequence] + stop), slice(at, at + stop - first)
             at += stop - first
-    return whole
 
 
 # -- exchanges --------------------------------------------------------------------------------------------------------
