@@ -6,7 +6,7 @@ level, imports no torch: plans are also made where none is installed. Hooks impo
 
 * `options`: a subclass of `Options`: the settings of the feature in a run, with its grammar and its rules.
 * `flags`: a `Flags`: arguments of the Trainer and of commands, and the settings that follow from them.
-* `describe(model, compute_dtype)`: layers of the user's model whose weights are kept in another form, by name.
+* `describe(model, compute_dtype)`: what the feature knows of the user's model, a `Described`.
 * `attach(replica, description, options)`: adds to a strategy's model, whose parameters exist and are not yet divided over the
   ranks of tp; returns its `Attachment`s (`model.replica`), in order.
 * `runner(options)`: another way to run phases or their packs, a `Runner`; None if the engine's own way.
@@ -81,6 +81,17 @@ class Options:
     def shown(self, strategy: Any = None) -> Mapping[str, str]:
         """What records and plans say of the settings, by the name of the fact; `strategy` is the run's if it has one."""
         return {}
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a feature knows of the user's model."""
+
+    # layers whose weights are kept in another form, by name (`model.packed_layer.PackedLayer`)
+    packed: Mapping[str, Any] = field(default_factory=dict)
+    # returns how many layers add an auxiliary loss (`parallel.head_loss`), or called with True, would if asked to; raises
+    # `UnsupportedError`: it is not one of tokens and sequences
+    auxiliary_layers: Callable[[bool], int] = lambda if_asked: 0
 
 
 def settings(features: Iterable[object], kind: type[S]) -> S | None:

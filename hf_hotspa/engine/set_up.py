@@ -17,13 +17,12 @@ from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loss_check import check_loss
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.engine.switching import Switching
-from hf_hotspa.features.experts.routers import recordable_routers
 from hf_hotspa.layout.shares import have_same_shards
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.model.specs import ModelDescription, describe_model
+from hf_hotspa.model.specs import ModelDescription, auxiliary_layers, describe_model
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh, nodes_of
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
@@ -51,8 +50,8 @@ def describe(
     def described() -> ModelDescription:
         description = describe_model(model, options.compute_dtype, options.attention_dropout)
         description = replace(description, vector=description.vector.with_measured(options.stage_costs))
-        if options.record_routers:
-            description = replace(description, auxiliary_layers=recordable_routers(bare_model(model)[0]))
+        if options.record_auxiliary:
+            description = replace(description, auxiliary_layers=auxiliary_layers(bare_model(model)[0], if_asked=True))
         check_buckets(buckets, groups.world_size, description.shape)
         options.of_run(groups.device.type).check(buckets, description.shape)
         for settings in options.features:

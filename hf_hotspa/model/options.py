@@ -51,7 +51,7 @@ class EngineOptions:
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
         features: Settings of features (`hf_hotspa.seam`), such as `PipeDream()`.
-        record_routers: Whether replicas always record router choices; for a tape.
+        record_auxiliary: Whether replicas always record what an auxiliary loss reads; for a tape.
         context_parallel: The cp method: `auto`, `ulysses`, `allgather` or `ring` (`costs.divided`).
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
@@ -103,7 +103,7 @@ class EngineOptions:
     pair_costs: Mapping[int, float] = field(default_factory=dict)
     context_parallel: str = "auto"
     features: tuple[Options, ...] = ()
-    record_routers: bool = False
+    record_auxiliary: bool = False
 
     def __post_init__(self) -> None:
         check_choice("the pipeline schedule", self.pipeline_schedule, SCHEDULES)

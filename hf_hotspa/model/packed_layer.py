@@ -79,7 +79,7 @@ def packed_layers(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
     Raises:
         ModelError: a layer cannot be read.
     """
-    return {name: layer for hook in hooks("describe") for name, layer in hook(model, compute_dtype).items()}
+    return {name: layer for hook in hooks("describe") for name, layer in hook(model, compute_dtype).packed.items()}
 
 
 def products(modules: Mapping[str, Any], layers: Mapping[str, PackedLayer]) -> dict[str, Product]:

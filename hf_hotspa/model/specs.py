@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.features.dropout.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
-from hf_hotspa.features.experts.routers import router_layers
 from hf_hotspa.features.isolation.isolation import LayerKind, layer_kinds
 from hf_hotspa.features.lora.adapters import LORA_A, LORA_B, Adapters, unwrap
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
@@ -35,6 +34,7 @@ from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
 from hf_hotspa.parallel.wrapped_model import bare_model, plain_parameters
+from hf_hotspa.seam import hooks
 
 _RANDOM_ROUTERS = {"phimoe"}
 _ADAPTED_EXPERTS = (
@@ -282,7 +282,7 @@ def describe_model(
     counted = counting_from(structure.base_model, bare.config.get_text_config().model_type)
     decoder_layers = list(structure.decoder_layers.values())
     kinds = layer_kinds(structure.base_model, decoder_layers, bare.config)
-    routers = router_layers(bare)
+    auxiliary = auxiliary_layers(bare, if_asked=False)
     fused = fused_experts(plan.modules, structure.layer_prefixes)
     refuse_dropout(bare, decoder_layers, kinds, attention_dropout)
     vector = _parameter_vector(structure, plan, fused, compute_dtype, packed)
@@ -290,7 +290,7 @@ def describe_model(
     drops = attention_dropout and bool(attention_dropouts(bare.config))
     return ModelDescription(
         model_class=type(bare),
-        config=_config_of_replicas(bare.config, attention_dropout, routers),
+        config=_config_of_replicas(bare.config, attention_dropout, auxiliary),
         vector=vector,
         shape=_with_unsupported_reasons(shape, structure, plan, kinds, fused, counted, drops, vector),
         base=structure.base,
@@ -301,7 +301,7 @@ def describe_model(
         styles=plan.styles,
         attention_heads=plan.heads,
         layer_kinds=kinds,
-        auxiliary_layers=routers,
+        auxiliary_layers=auxiliary,
         whole=plan.whole,
         experts=fused,
         paddings={name: m.padding_idx for name, m in bare.named_modules() if "padding_idx" in vars(m)},
@@ -324,9 +324,15 @@ def _refuse_ends(packed: Mapping[str, PackedLayer], structure: _Structure) -> No
         )
 
 
-def _config_of_replicas(config: PreTrainedConfig, attention_dropout: bool, routers: int) -> PreTrainedConfig:
+def auxiliary_layers(model: PreTrainedModel, if_asked: bool) -> int:
+    """How many layers of a model add an auxiliary loss to its own; with `if_asked`, would if its config asked for it. Raises
+    `UnsupportedError`: the loss cannot be exact."""
+    return sum(hook(model, None).auxiliary_layers(if_asked) for hook in hooks("describe"))
+
+
+def _config_of_replicas(config: PreTrainedConfig, attention_dropout: bool, auxiliary: int) -> PreTrainedConfig:
     config = copy.deepcopy(config) if attention_dropout else without_attention_dropout(config)
-    if routers:  # replicas add the loss themselves
+    if auxiliary:  # replicas add the loss themselves
         config.get_text_config().output_router_logits = False
     return config
 

@@ -113,7 +113,7 @@ class SwitchedModel(DistributedDataParallel):
         guards: bool = False,
     ) -> None:
         nn.Module.__init__(self)
-        options = replace(options or EngineOptions(), record_routers=True)
+        options = replace(options or EngineOptions(), record_auxiliary=True)
         model_object.refuse_losses(options)
         model_object.refuse_other_forward(bare_model(model)[0])
         with model_object.as_built(bare_model(model)[0]):

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_hotspa.features.experts.capacity import Capacity
 from hf_hotspa.features.experts.terms import TERMS
-from hf_hotspa.seam import Flags, Measure, settings
+from hf_hotspa.seam import Described, Flags, Measure, settings
 
 options = Capacity
 
@@ -22,6 +22,17 @@ measures = (
     # beyond the capacity, counted likewise; once for a replica's stage
     Measure("dropped_tokens", "dropped_expert_tokens", metric="dropped_expert_tokens", title="tokens dropped"),
 )
+
+
+def describe(model: Any, compute_dtype: Any) -> Described:
+    """How many routers have a balance loss."""
+
+    def auxiliary_layers(if_asked: bool) -> int:
+        from hf_hotspa.features.experts.routers import recordable_routers, router_layers
+
+        return recordable_routers(model) if if_asked else router_layers(model)
+
+    return Described(auxiliary_layers=auxiliary_layers)
 
 
 def attach(replica: Any, description: Any, options: Any) -> Iterator[Any]:

@@ -1,15 +1,15 @@
 """Bases in 4 bits of bitsandbytes, below an adapter (QLoRA): their layers (`four_bit_linear`), and what these cost."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from hf_hotspa.features.four_bit.terms import TERMS
+from hf_hotspa.seam import Described
 
 terms = TERMS
 
 
-def describe(model: Any, compute_dtype: Any) -> Mapping[str, Any]:
+def describe(model: Any, compute_dtype: Any) -> Described:
     """The model's linear layers in 4 bits, by name."""
     from hf_hotspa.features.four_bit.four_bit_linear import read_four_bit
 
-    return read_four_bit(model, compute_dtype)
+    return Described(read_four_bit(model, compute_dtype))
