@@ -90,7 +90,8 @@ def calibrate(
     pack_tokens: int | None = None,  # tokens of the longest pack; determined by trial if None
     longest: int | None = None,  # most tokens of a pack; None for no limit
     seconds: float | None = None,  # about the most, if any: packs are shorter, rounds fewer, complete phases left out
-    base: FrozenBase | None = None,  # the frozen base of a trained adapter; None if the model is trained
+    base: FrozenBase
+    | None = None,  # a frozen base, of which only added weights are trained; None if the model is trained
 ) -> Calibration:
     """Measures a model, or reads an earlier calibration from the cache; equal on all ranks. Collective; takes seconds.
 

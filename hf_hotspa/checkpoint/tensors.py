@@ -1,7 +1,7 @@
 """Tensors in and out of a checkpoint: each rank writes its share of the master store and reads its own slices.
 
 A share holds the weights, bit for bit, and every optimizer state with one value for each weight; a state kept once for
-a parameter (`step`) goes into `state.json`. With adapters it holds the trained weights only: the base model is not
+a parameter (`step`) goes into `state.json`. Beside a frozen base it holds the trained weights only: the base model is not
 copied into every checkpoint.
 """
 
@@ -86,7 +86,7 @@ def named_tensors(tensors: Mapping[str, Tensor]) -> list[tuple[TensorRecord, Ten
 
 
 def saved_vector(vector: ParameterVector, adapted: bool) -> ParameterVector:
-    """Returns the parameters that checkpoints of a model hold: all of them, or with an adapter the trained ones."""
+    """Returns the parameters that checkpoints of a model hold: all of them, or beside a frozen base the trained ones."""
     return trained_part(vector) if adapted else vector
 
 

@@ -63,7 +63,7 @@ class ModelConfig:
     name: str
     shape: ModelShape
     tied: bool = False  # whether head and embedding are one weight
-    # linear layers of a decoder layer that may have an adapter, by name; without experts
+    # linear layers of a decoder layer that something may be added to, by name; without experts
     linears: Mapping[str, Linear] = field(default_factory=dict)
 
 

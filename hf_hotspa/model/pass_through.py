@@ -171,7 +171,7 @@ def order_unsupported_reason(
     pass-throughs, when only the first forward with data can tell.
 
     Args:
-        model: The causal language model, without an adapter's wrapper; not changed, on any device.
+        model: The causal language model, without a wrapper; not changed, on any device.
         base: The name of its base model.
         layers: Names, inside the base model, of its lists of layers.
         prefix: Of names in the vector, before the names in the model.

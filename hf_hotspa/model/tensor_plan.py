@@ -144,7 +144,7 @@ class TensorPlan:
         head: str,
         packed: Collection[str] = (),  # names of packed linear layers
     ) -> None:
-        # a LoRA layer is treated like its base; the adapter follows (`model.specs`)
+        # a wrapped layer is treated like its base; what is added to it follows (`model.specs`)
         self.modules = unwrapped_modules(model)
         self.layer_prefixes, self._packed = layer_prefixes, packed
         text = model.config.get_text_config()

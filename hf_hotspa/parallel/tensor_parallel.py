@@ -160,7 +160,7 @@ def _whole_product(y: Tensor, *, linear: nn.Linear, sum_of: OnTensor) -> Tensor:
 def wrap_rowwise(module: nn.Module, sum_of: OnTensor, enter: OnTensor | None = None) -> None:
     """Makes a row-parallel projection add up its products over the shards.
 
-    A LoRA layer's adapter joins the sum of its base, whose forward then omits the bias. `sum_of`: the differentiable
+    What a wrapper adds joins the sum of its base, whose forward then omits the bias. `sum_of`: the differentiable
     sum over the group. `enter`: applied to its input.
     """
     linear = cast(nn.Linear, base_layer(module))
