@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hf_hotspa.costs.calibration import ExchangeSample, FrozenBase, LayerSample, Link, PhaseSample, SwitchSample
 from hf_hotspa.costs.fit import Sample
 from hf_hotspa.costs.sizes import dtype_bytes
-from hf_hotspa.costs.terms import Hop
+from hf_hotspa.costs.terms import Hop, form_of
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.phase import moment
@@ -185,7 +185,6 @@ def _exchange(name: str, own: Tensor, context: ContextGroup) -> None:
 
 
 _BLOCK = 1 << 16
-_SCALED = 64  # weights that share a scale of bitsandbytes
 _WIDEST_PATTERN = 6
 _MOST_LAYERS, _MANY_WEIGHTS = 8, 1 << 28
 _TRIAL_BYTES = 64 << 20
@@ -251,34 +250,11 @@ def small_copy(
 
 
 def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
-    """Converts the decoder's linear layers of a `small_copy` to 4 bits (bitsandbytes) and adds an adapter on all of
-    them. Codes repeat one block, like the weights. Does not change torch's random state."""
-    from bitsandbytes.functional import QuantState, quantize_4bit
-    from bitsandbytes.nn.modules import Linear4bit, Params4bit
+    """Converts the decoder's linear layers of a `small_copy` to the base's form and adds an adapter on all of them.
+    Packed weights repeat one block, like the weights. Does not change torch's random state."""
     from peft import LoraConfig, get_peft_model
 
-    head, dtype = model.get_output_embeddings(), model.dtype
-    narrow = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-    block = random_block().to(model.device, narrow)
-    codes, scales = quantize_4bit(block, blocksize=_SCALED, quant_type=base.kind)
-    for name, linear in list(model.named_modules()):
-        if type(linear) is not nn.Linear or linear is head:
-            continue
-        rows, columns = linear.weight.shape
-        numel = rows * columns
-        state = QuantState(
-            scales.absmax.repeat(-(-numel // len(block)))[: -(-numel // _SCALED)],
-            shape=linear.weight.shape, code=scales.code, blocksize=_SCALED, quant_type=base.kind, dtype=narrow,
-        )  # fmt: skip
-        packed = Linear4bit(columns, rows, linear.bias is not None, narrow, quant_type=base.kind, device="meta")
-        data = codes.reshape(-1).repeat(-(-numel // len(block)))[: -(-numel // 2), None]
-        packed.weight = Params4bit(
-            data, requires_grad=False, quant_state=state, blocksize=_SCALED, quant_type=base.kind, module=packed,
-            bnb_quantized=True,
-        )  # fmt: skip
-        packed.bias, packed.quant_state = linear.bias, state
-        model.set_submodule(name, packed)
-    model.is_loaded_in_4bit = True  # PEFT reads it
+    form_of(base.kind).convert(model, base.kind, random_block())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         adapter = LoraConfig(r=base.rank, target_modules="all-linear", task_type="CAUSAL_LM")

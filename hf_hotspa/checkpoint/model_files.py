@@ -9,7 +9,7 @@ under its name when it is complete. Names are the names in memory, as `save_pret
 writes them (or the names in the files of a checkpoint without shares). An adapter's checkpoint becomes what
 `PeftModel.save_pretrained` writes: one file of the trained weights, and the adapter's config.
 
-`merge` merges an adapter into its base with PEFT and writes a plain Hugging Face model. A base in 4 bits is dequantized
+`merge` merges an adapter into its base with PEFT and writes a plain Hugging Face model. A packed base is dequantized
 first, as transformers does it (`PreTrainedModel.dequantize`), and `B A` is added to the result: the weights that the
 adapter was trained beside, not the original ones. The complete model is in memory, on the CPU.
 """
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -52,6 +52,7 @@ from hf_hotspa.checkpoint.format.manifest import (
     verify,
 )
 from hf_hotspa.checkpoint.tensors import ShareReader, named_tensors, saved_tensors, tensor_bytes
+from hf_hotspa.costs.terms import form_of
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
 from hf_hotspa.features.lora.adapters import folder_of
 from hf_hotspa.layout.vector import ParameterSpec
@@ -384,7 +385,7 @@ def merge(
     target: Path,  # new, or empty
     *,
     base: str | None = None,  # a folder or a name on the hub; None for the adapter config's
-    # how the base was quantized at load, `nf4` or `fp4`; None if it was not, or if its folder is
+    # how the base was quantized at load (`--quantization`); None if it was not, or if its folder is
     quantization: str | None = None,
     double: bool = False,  # whether its scales were quantized, too
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -418,7 +419,7 @@ def merge(
 
 
 def _loaded(name: str | None, quantization: str | None, double: bool, dtype: str | None) -> Any:
-    """The base in plain weights, dequantized if it is in 4 bits."""
+    """The base in plain weights, dequantized if it is packed."""
     if name in (None, "", "None"):  # PEFT writes "None" for a model without a name
         raise HotspaConfigError("the adapter's config names no base model", fix="add --base FOLDER_OR_NAME")
     try:
@@ -429,9 +430,7 @@ def _loaded(name: str | None, quantization: str | None, double: bool, dtype: str
         kind = getattr(torch, dtype) if dtype is not None else config.dtype or torch.float32
         options = {"dtype": kind, "device_map": {"": "cpu"}}
         if quantization is not None:
-            options["quantization_config"] = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_use_double_quant=double
-            )
+            options["quantization_config"] = form_of(quantization).config(quantization, double)
         model = AutoModelForCausalLM.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError) as error:
         if isinstance(error, HotspaConfigError):

@@ -122,6 +122,10 @@ class PackedForms:
     of: Callable[[str, Mapping[str, Any], Any], Any]
     none: str  # what messages call frozen weights in no such form
     help: str  # of `--quantization`
+    # called with a model, a name and the numbers that its weights repeat: converts its linear layers, to be measured
+    convert: Callable[[Any, str, Any], None]
+    # called with a name and whether scales are quantized, too: the `quantization_config` of `from_pretrained`
+    config: Callable[[str, bool], Any]
 
 
 @dataclass(frozen=True)
@@ -171,9 +175,13 @@ def form_names() -> tuple[str, ...]:
     return tuple(name for forms in packed_forms() for name in forms.names)
 
 
+def form_of(name: str) -> PackedForms:
+    return next(forms for forms in packed_forms() if name in forms.names)
+
+
 def packed_weights(name: str, linears: Mapping[str, Any], added: Any) -> Any:
     """Returns the linear layers of a decoder layer in a form. Raises `HotspaConfigError`: nothing is added to them."""
-    return next(forms.of(name, linears, added) for forms in packed_forms() if name in forms.names)
+    return form_of(name).of(name, linears, added)
 
 
 TRAINING_UNITS = 3  # cost of a training pass, in forward passes of all layers

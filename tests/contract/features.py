@@ -25,7 +25,9 @@ class Named(NamedTuple):
 
 NAMED = {
     "pipedream": Named(r"pipe_?dream", 17, 3),
-    "four_bit": Named(r"four_?bits?|(?<!\d)4[- ]bits?\b|four bits|\bnf4\b|\bfp4\b|linear4bit|in_4bit", 27, 12),
+    "four_bit": Named(
+        r"four_?bits?|(?<!\d)4[- ]bits?\b(?! (optim|state))|four bits|\bnf4\b|\bfp4\b|linear4bit|in_4bit", 23, 2
+    ),
     "low_bit_optimizers": Named(r"low_?bit|8[- ]?bit|torchao", 13, 13),
     "slow_devices": Named(r"straggl|slow[ _-]?(device|rank)|flexible", 33, 5),
     "lora": Named(r"\blora|lora_|adapter|\bpeft", 54, 54),

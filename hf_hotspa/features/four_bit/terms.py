@@ -7,6 +7,7 @@ an fp32 copy of them, which the master store keeps.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import RECOMPUTATION, MemoryStage
@@ -115,6 +116,18 @@ def _seconds(sizes: ModelSizes, tp: int, hardware: Hardware, dtype: str) -> Cost
     return Cost(c=moved / hardware.device.memory_bandwidth)
 
 
+def _convert(model: Any, kind: str, numbers: Any) -> None:
+    from hf_hotspa.features.four_bit.conversion import convert
+
+    convert(model, kind, numbers)
+
+
+def _config(kind: str, double: bool) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double)
+
+
 TERMS = Terms(
     memory=(
         MemoryTerm("dequantized weights", "activations", _dequantized, "products"),
@@ -122,6 +135,11 @@ TERMS = Terms(
     ),
     data_sheet=_seconds,
     packed=PackedForms(
-        KINDS, _read, "none in 4 bits", "the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora"
+        KINDS,
+        _read,
+        "none in 4 bits",
+        "the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora",
+        _convert,
+        _config,
     ),
 )

@@ -1,0 +1,35 @@
+"""Linear layers of a probe, put into 4 bits."""
+
+import torch
+from bitsandbytes.functional import QuantState, quantize_4bit
+from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_hotspa.features.four_bit.terms import BLOCK
+
+
+def convert(model: PreTrainedModel, kind: str, numbers: Tensor) -> None:
+    """Converts the decoder's linear layers in place. Codes repeat those of the numbers, which the weights repeat."""
+    head, dtype = model.get_output_embeddings(), model.dtype
+    narrow = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    block = numbers.to(model.device, narrow)
+    codes, scales = quantize_4bit(block, blocksize=BLOCK, quant_type=kind)
+    for name, linear in list(model.named_modules()):
+        if type(linear) is not nn.Linear or linear is head:
+            continue
+        rows, columns = linear.weight.shape
+        numel = rows * columns
+        state = QuantState(
+            scales.absmax.repeat(-(-numel // len(block)))[: -(-numel // BLOCK)],
+            shape=linear.weight.shape, code=scales.code, blocksize=BLOCK, quant_type=kind, dtype=narrow,
+        )  # fmt: skip
+        packed = Linear4bit(columns, rows, linear.bias is not None, narrow, quant_type=kind, device="meta")
+        data = codes.reshape(-1).repeat(-(-numel // len(block)))[: -(-numel // 2), None]
+        packed.weight = Params4bit(
+            data, requires_grad=False, quant_state=state, blocksize=BLOCK, quant_type=kind, module=packed,
+            bnb_quantized=True,
+        )  # fmt: skip
+        packed.bias, packed.quant_state = linear.bias, state
+        model.set_submodule(name, packed)
+    model.is_loaded_in_4bit = True  # PEFT reads it
