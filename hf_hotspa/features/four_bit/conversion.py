@@ -10,7 +10,7 @@ from hf_hotspa.features.four_bit.terms import BLOCK
 
 
 def convert(model: PreTrainedModel, kind: str, numbers: Tensor) -> None:
-    """Converts the decoder's linear layers in place. Codes repeat those of the numbers, which the weights repeat."""
+    """Converts the decoder's linear layers in place. Weights repeat the numbers, so codes repeat, too."""
     head, dtype = model.get_output_embeddings(), model.dtype
     narrow = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     block = numbers.to(model.device, narrow)
