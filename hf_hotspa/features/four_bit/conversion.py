@@ -6,28 +6,26 @@ from bitsandbytes.nn.modules import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_hotspa.features.four_bit.terms import BLOCK
 
-
-def convert(model: PreTrainedModel, kind: str, numbers: Tensor) -> None:
+def convert(model: PreTrainedModel, kind: str, numbers: Tensor, blocksize: int) -> None:
     """Converts the decoder's linear layers in place. Weights repeat the numbers, so codes repeat, too."""
     head, dtype = model.get_output_embeddings(), model.dtype
     narrow = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     block = numbers.to(model.device, narrow)
-    codes, scales = quantize_4bit(block, blocksize=BLOCK, quant_type=kind)
+    codes, scales = quantize_4bit(block, blocksize=blocksize, quant_type=kind)
     for name, linear in list(model.named_modules()):
         if type(linear) is not nn.Linear or linear is head:
             continue
         rows, columns = linear.weight.shape
         numel = rows * columns
         state = QuantState(
-            scales.absmax.repeat(-(-numel // len(block)))[: -(-numel // BLOCK)],
-            shape=linear.weight.shape, code=scales.code, blocksize=BLOCK, quant_type=kind, dtype=narrow,
+            scales.absmax.repeat(-(-numel // len(block)))[: -(-numel // blocksize)],
+            shape=linear.weight.shape, code=scales.code, blocksize=blocksize, quant_type=kind, dtype=narrow,
         )  # fmt: skip
         packed = Linear4bit(columns, rows, linear.bias is not None, narrow, quant_type=kind, device="meta")
         data = codes.reshape(-1).repeat(-(-numel // len(block)))[: -(-numel // 2), None]
         packed.weight = Params4bit(
-            data, requires_grad=False, quant_state=state, blocksize=BLOCK, quant_type=kind, module=packed,
+            data, requires_grad=False, quant_state=state, blocksize=blocksize, quant_type=kind, module=packed,
             bnb_quantized=True,
         )  # fmt: skip
         packed.bias, packed.quant_state = linear.bias, state

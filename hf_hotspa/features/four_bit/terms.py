@@ -119,7 +119,7 @@ def _seconds(sizes: ModelSizes, tp: int, hardware: Hardware, dtype: str) -> Cost
 def _convert(model: Any, kind: str, numbers: Any) -> None:
     from hf_hotspa.features.four_bit.conversion import convert
 
-    convert(model, kind, numbers)
+    convert(model, kind, numbers, BLOCK)
 
 
 def _config(kind: str, double: bool) -> Any:
