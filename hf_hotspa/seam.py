@@ -24,7 +24,17 @@ from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
-FEATURES = ("experts", "slow_devices", "pipedream", "four_bit", "lora", "token_chunks", "low_bit_optimizers")
+FEATURES = (
+    "isolation",
+    "dropout",
+    "experts",
+    "slow_devices",
+    "pipedream",
+    "four_bit",
+    "lora",
+    "token_chunks",
+    "low_bit_optimizers",
+)
 """Names of folders. Attachments of a replica are made in this order."""
 
 HOOKS = ("options", "flags", "describe", "attach", "runner", "terms", "measures", "state")

@@ -39,9 +39,9 @@ from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_known
 from hf_hotspa.engine.switching import device_limit
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
-from hf_hotspa.features.dropout.dropout import without_attention_dropout
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
+from hf_hotspa.model.model_kind import without_attention_dropout
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
@@ -73,8 +73,7 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
     for parts of sequences (cp)."""
     every = min(args.hotspa_recompute_every, shape.num_layers)
     options = strategies_with_options(args.world_size, shape)
-    noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of complete rows
-    plain = list(dict.fromkeys(s.recomputing(every) for s in options if not (s.sp and noisy)))
+    plain = list(dict.fromkeys(s.recomputing(every) for s in options))
     run = run_options(args)
     wanted = [*plain, *(s for s in divided(plain, shape, run) if may_divide or s.cp == 1)]
     # with a capacity of experts every strategy computes complete packs; if no strategy can, the engine raises the error
@@ -96,7 +95,7 @@ def engine_options(
     None for given strategies, where measurements change nothing."""
     return EngineOptions(
         compute_dtype=torch.bfloat16 if args.bf16 else None, timeout_s=float(args.ddp_timeout), loss=loss,
-        neftune_alpha=args.neftune_noise_alpha, seed=args.seed, gradients=args.hotspa_gradients,
+        seed=args.seed, gradients=args.hotspa_gradients,
         features=args.hotspa_features, stage_costs=stage_costs,
         pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {}, **argument_options(args),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
-from hf_hotspa.features.dropout.dropout import attention_dropouts
+from hf_hotspa.model.model_kind import attention_dropouts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.packed_layer import products, stored_tensors
 from hf_hotspa.model.replica import build_skeleton

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.dropout.dropout import attention_dropouts
-from hf_hotspa.model.model_kind import TextForward, of_text
+from hf_hotspa.model.model_kind import TextForward, attention_dropouts, of_text
 from hf_hotspa.model.packed_layer import stored_tensors
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name

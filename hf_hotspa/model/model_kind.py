@@ -8,22 +8,24 @@ language model. Names stay as in the complete model, which keeps the other half'
 are saved with the rest.
 """
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
+from hf_hotspa.model.layer_kind import LayerKind
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
-from hf_hotspa.parallel.wrapped_model import bare_model, base_layer
+from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, unwrapped_modules
 
 _FIX = "pass what AutoModelForCausalLM.from_config or from_pretrained returns, or a subclass of such a model"
 
@@ -269,3 +271,91 @@ def quantized_files(folder: Path) -> UnsupportedError:
         fix="give the original weights (below a LoRA adapter in 4 bits: hf_hotspa.open_qlora); or load the model in "
         "every process: from_pretrained, with dequantize=True for mxfp4 and fp8",
     )
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+def held_rates(module: nn.Module) -> dict[str, float]:
+    """A module's own dropout probabilities, as numbers or as `nn.Dropout`, by attribute."""
+    numbers = {n: float(v) for n, v in vars(module).items() if "drop" in n and isinstance(v, int | float)}
+    return numbers | {n: m.p for n, m in module.named_children() if isinstance(getattr(m, "p", None), float)}
+
+
+def attention_dropouts(config: PreTrainedConfig) -> dict[str, float]:
+    """A config's settings above 0 that drop attention probabilities."""
+    settings = config.get_text_config().to_dict().items()
+    return {key: value for key, value in settings if _drops_attention(key) and _is_positive(value)}
+
+
+def without_attention_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a config whose model drops no attention probabilities."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for key in attention_dropouts(config):
+        setattr(text, key, 0.0)
+    return config
+
+
+def _drops_attention(key: str) -> bool:
+    return _is_dropout(key) and "att" in key
+
+
+def _is_dropout(key: str) -> bool:
+    return "dropout" in key or key.endswith("pdrop")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def refuse_dropout(
+    model: PreTrainedModel, layers: Sequence[nn.Module], kinds: Sequence[LayerKind], of_attention: bool = True
+) -> None:
+    """Raises an error if a config's dropout or jitter would draw from torch's generator in a replica.
+
+    Supported are `nn.Dropout` between the layers, and dropout of attention probabilities in layers whose attention uses
+    the interface of transformers and runs packed. `model`: the model, with or without adapters. `of_attention`: whether
+    the config's dropout of attention probabilities stays on. Raises `UnsupportedError`: naming the setting of the
+    config.
+    """
+    text = model.config.get_text_config()
+    modules = unwrapped_modules(model).values()
+    served = {module.p for module in modules if isinstance(module, nn.Dropout)}
+    called = {
+        rate
+        for module in modules
+        for name, rate in held_rates(module).items()
+        if not isinstance(getattr(module, name), nn.Module) and not (calls_attention(module) and "att" in name)
+    }
+    own = _own_attention(layers, kinds) if of_attention else None
+    for key, value in text.to_dict().items():
+        of_another_head = key.startswith(("classifier", "summary"))
+        if not (_is_dropout(key) or key.endswith("jitter_noise")) or of_another_head or not _is_positive(value):
+            continue
+        why = "the random numbers of its layers depend on the layout, so hot-switched training would not be exact"
+        fix = f"set config.{key} = 0.0"
+        if _drops_attention(key):
+            if own is None:
+                continue
+            why = f"{own} drops attention probabilities by itself, different ones under each layout"
+            fix = f"set hotspa_attention_dropout=0, or config.{key} = 0.0"
+        elif _is_dropout(key) and (value in served or served == {0}) and value not in called:  # or all are switched off
+            continue
+        raise UnsupportedError(f"{text.model_type} config has {key}={value}", why=why, fix=fix)
+
+
+def _own_attention(layers: Sequence[nn.Module], kinds: Sequence[LayerKind]) -> str | None:
+    """The class of a module that would drop attention probabilities by itself; None if there is none."""
+    attends = False
+    for layer, kind in zip(layers, kinds, strict=True):
+        modules = dict(layer.named_modules())
+        if attention := next((m for m in modules.values() if calls_attention(m)), None):
+            attends = True
+            if kind.alone:
+                return type(attention).__name__
+            continue
+        for name, module in modules.items():  # state spaces, for example, have none
+            if any("att" in f"{name}.{attribute}" and rate > 0 for attribute, rate in held_rates(module).items()):
+                return type(module).__name__
+    return None if attends else type(layers[0]).__name__

@@ -65,8 +65,7 @@ class EngineOptions:
         memory_limit: The most bytes of weights, gradients, master store and switch buffers on this rank. None: the free
             memory of an accelerator; no limit on CPU.
         label_smoothing: As `label_smoothing_factor` of transformers.
-        neftune_alpha: Magnitude of NEFTune's noise on embeddings in training (`features/dropout/dropout.py`); None for none.
-        seed: Of this noise, and of dropout.
+        seed: Of random numbers.
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None: as many as fit in 256 MiB.
         gradients: The dtypes in which gradients accumulate and travel.
         offload_master: Whether the master store (weights, gradients, optimizer state) is in host memory.
@@ -92,7 +91,6 @@ class EngineOptions:
     second_source: bool | None = None
     memory_limit: int | None = None
     label_smoothing: float = 0.0
-    neftune_alpha: float | None = None
     seed: int = 0
     loss_chunk_tokens: int | None = None
     gradients: GradientDtypes = IN_FP32

@@ -17,19 +17,13 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hotspa.costs.sizes import loss_chunk_tokens
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.dropout.dropout import (
-    DropoutMasks,
-    EmbeddingNoise,
-    recompute_layers,
-    use_attention_dropout,
-    use_keyed_dropout,
-)
-from hf_hotspa.features.isolation.isolation import lend_pack, mixes_packed, set_heads_of_shard, take_packs
 from hf_hotspa.features.lora.adapters import inject
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
@@ -191,6 +185,25 @@ def _move(parameter: Tensor) -> None:
         buffer.add_(gradient)
 
 
+def recompute_layers(model: PreTrainedModel, recompute: Callable[..., Any], every: int) -> None:
+    """Makes every `every`-th layer keep only its input, and recompute the rest in the backward pass, with any
+    release of transformers. Raises `ModelError`: the family does not support it.
+
+    The models' own `gradient_checkpointing_enable` also puts hooks on embeddings, which later stages do not have, and only
+    newer releases can skip layers."""
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"{type(model).__name__} cannot recompute its layers",
+            fix="leave activation_checkpointing and +rc off, or lower the tokens per pack",
+        )
+    model._set_gradient_checkpointing(True, recompute)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % every == 0
+        own = getattr(layer, "hotspa_recompute", None)  # a layer that must have its pack again
+        layer._gradient_checkpointing_func = recompute if own is None else partial(own, recompute=recompute)
+
+
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
 
@@ -213,13 +226,13 @@ class Replica:
 
     Args:
         buffers: The model's buffers by name in its own class (such as rotary tables), copied to the device.
-        options: For label smoothing, recomputation, noise and dropout.
+        options: For the loss, and for attachments.
         part: Which of this rank's stages it is (`+v2`), from 0; each is a separate replica.
 
     Attributes:
         losses: On the last stage, the scaled loss of each micro-batch since the last `bind`.
         logits: If a list, the last stage adds the logits of each micro-batch, [T, local vocabulary rows].
-        dropout: The shared state of dropout modules; None without any.
+        recompute: Runs a layer, keeps only its input, and runs it again in the backward pass (`+rc`).
         vocabulary_widths: Rows of the vocabulary in each tensor-parallel shard.
         layers: Decoder layers, including other stages' pass-throughs.
         context: How the ranks of cp divide packs; None if cp is 1.
@@ -272,18 +285,18 @@ class Replica:
         self.end_pass: Callable[[], None] | None = None
         self.attachments: list[object] = []
         self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in _CALLS}
-        if not any(kind.num_attentions for kind in description.layer_kinds):
-            self.calls["begin"].append(lend_pack(self.layers))
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
         self._use_packed(description)
-        self._drop(description, options)
-        self.attach(rope if rope.is_needed else None, self.dropout, self.noise)
+        self.recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+        self.attach(rope if rope.is_needed else None)
         self.styles, self.widths = self._shards(description)
         for hook in hooks("attach"):
             self.attach(*hook(self, description, options))
+        if strategy.rc:
+            recompute_layers(self.model, self.recompute, every=strategy.rc)
         self._divide(description)
         self._take_loss(description, options)
         self.attach(self.context)
@@ -301,32 +314,6 @@ class Replica:
                     calls.append(getattr(attachment, name))
 
     # -- construction -------------------------------------------------------------------------------------------------
-
-    def _drop(self, description: ModelDescription, options: EngineOptions) -> None:
-        """Sets up keyed dropout, recomputation that draws it again, and noise on embeddings."""
-        mesh, strategy = self.mesh, self.mesh.strategy
-        masks = DropoutMasks(options.seed, mesh.tensor, strategy.sp)
-        specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
-        heads = description.local_heads(strategy.tp, mesh.tensor.shard) if mesh.tensor is not None else {}
-        rows_of_shard = partial(shard_rows, description.vector, strategy, rank=mesh.rank)
-        dropped = use_keyed_dropout(self.model, masks, specs, rows_of_shard, self.hidden_size, mesh.tensor)
-        dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
-        self.dropout = masks if dropped else None
-        if dropped and self.context is not None:
-            self.context.let_attend = masks.let_attend
-        if strategy.rc:
-            again = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
-            recompute_layers(self.model, again, every=strategy.rc)
-        self.noise: EmbeddingNoise | None = None
-        if options.neftune_alpha is not None and self.is_first:
-            if strategy.sp:
-                raise UnsupportedError(
-                    f"noise on embeddings (neftune_noise_alpha) under {strategy}",
-                    why="each rank embeds the tokens of all and keeps its share; the noise is drawn for whole sequences",
-                    fix="leave +sp out, or neftune_noise_alpha",
-                )
-            self.noise = EmbeddingNoise(options.neftune_alpha, options.seed)
-            self.model.get_input_embeddings().register_forward_hook(self.noise)
 
     def _divide(self, description: ModelDescription) -> None:
         """Sets up the shards of layers."""
@@ -363,8 +350,6 @@ class Replica:
         for unit, (layers, index) in enumerate(places):
             if unit not in self._mine:
                 layers[index] = PassThrough()
-            else:
-                take_packs(layers[index], description.layer_kinds[unit])
         if not self.is_first:
             take_hidden_state(base, description.embeddings)
         top = description.base.partition(".")[0]
@@ -423,10 +408,9 @@ class Replica:
         self.vocabulary_widths = self.widths[description.head]
         for name, (_, heads, kv_heads) in description.local_heads(strategy.tp, tensor.shard).items():
             if name in modules:
-                if mixes_packed(modules[name]):
-                    set_heads_of_shard(modules[name], heads)
-                else:
-                    set_local_heads(modules[name], heads, kv_heads)
+                own = getattr(modules[name], "hotspa_set_heads", None)
+                set_heads = own or partial(set_local_heads, modules[name])
+                set_heads(heads, kv_heads)
         if self._vocab_size < sum(self.vocabulary_widths):
             self.model.config = copy.copy(self.model.config)
             left = self._vocab_size - sum(self.vocabulary_widths[: tensor.shard])

@@ -15,16 +15,18 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.dropout.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
-from hf_hotspa.features.isolation.isolation import LayerKind, layer_kinds
 from hf_hotspa.features.lora.adapters import LORA_A, LORA_B, Adapters, unwrap
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
+from hf_hotspa.model.layer_kind import LayerKind, layer_kinds
 from hf_hotspa.model.model_kind import (
+    attention_dropouts,
     of_text,
+    refuse_dropout,
     refuse_idle_adapters,
     refuse_other_models,
     refuse_own_attention,
     text_base,
+    without_attention_dropout,
 )
 from hf_hotspa.model.packed_layer import PackedLayer, packed_layers
 from hf_hotspa.model.pass_through import order_unsupported_reason, stage_unsupported_reason

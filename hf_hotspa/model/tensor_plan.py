@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.features.isolation.isolation import mixes_packed, projections
 from hf_hotspa.layout.vector import Part
+from hf_hotspa.model.layer_kind import is_linear_attention, projections
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.tensor_parallel import (
     COLWISE,
@@ -201,7 +201,7 @@ class TensorPlan:
             elif planned is not None:
                 parent, _, leaf = name.rpartition(".")
                 blocks.setdefault(parent, _Block()).modules[leaf] = planned
-            if self.has_plan and mixes_packed(module):
+            if self.has_plan and is_linear_attention(module):
                 blocks.setdefault(name, _Block())
             for leaf, _ in module.named_parameters(recurse=False):
                 if style := self._planned(f"{name}.{leaf}"):
@@ -212,8 +212,8 @@ class TensorPlan:
         if block.own == EXPERTS_STYLE or set(block.parameters.values()) & {PACKED_COLWISE, PACKED_ROWWISE}:
             return self._cut_experts(name, block)
         cut = _BlockCut()
-        if mixes_packed(self.modules[name]):
-            self._cut_delta_net(cut, name)
+        if is_linear_attention(self.modules[name]):
+            self._cut_linear_attention(cut, name)
             return cut
         local: dict[str, str] = {}
         for leaf, style in block.modules.items():
@@ -365,7 +365,7 @@ class TensorPlan:
             raise _WholeError(f"{leaf} is over all heads")
         cut.partial.add(f"{name}.{path}")
 
-    def _cut_delta_net(self, cut: _BlockCut, name: str) -> None:
+    def _cut_linear_attention(self, cut: _BlockCut, name: str) -> None:
         """Cuts a gated delta net by key heads: each has its values, convolution channels, gates and decays."""
         net: Any = self.modules[name]
         heads = net.num_k_heads

@@ -322,7 +322,7 @@ class AttentionCall:
 
 
 DropsAttention = Callable[[nn.Module, float, int, "PackedSequences"], AttentionDropout]
-"""Returns which attention probabilities stay (`features.dropout.dropout`) in the next call of a module, for the probability of
+"""Returns which attention probabilities stay in the next call of a module, for the probability of
 dropping, its heads here, and the row."""
 
 AttendsDivided = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionCall, "PackedSequences"], Tensor]
@@ -344,7 +344,7 @@ class PackedSequences:
     gathered_keys: tuple[int, ...] | None = field(default=None, compare=False)
     # how often a layer attended to this pack, to check that a family really calls this attention
     num_calls: int = field(default=0, compare=False)
-    # the keys of dropout's draws, see `features.dropout.dropout`; None without dropout
+    # the keys of dropout's draws; None without dropout
     token_keys: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
     # how often each dropout module has drawn for the tokens that it saw
     calls: dict[tuple[str, tuple[int, int] | None], int] = field(default_factory=dict, compare=False)
@@ -354,7 +354,7 @@ class PackedSequences:
     attention_dropout: DropsAttention | None = field(default=None, compare=False)
     # the place of each sequence's first token in its row, for that
     first_tokens: tuple[int, ...] = field(default=(), compare=False)
-    # linear attention's states before and behind the row (`features.isolation.isolation`); None for whole sequences
+    # linear attention's states before and behind the row; None for whole sequences
     carried: Any = field(default=None, compare=False)
     division: Any = field(default=None, compare=False)  # how the pack is divided if the row is a part of it
     # cached plans of linear-attention layers, by the width of their convolution

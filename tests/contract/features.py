@@ -32,9 +32,11 @@ NAMED = {
     "slow_devices": Named(r"straggl|slow[ _-]?(device|rank)|flexible", 33, 5),
     "lora": Named(r"\blora|lora_|adapter|\bpeft", 54, 54),
     "experts": Named(r"expert|router", 43, 35),
-    "token_chunks": Named(r"token_?chunk|chunk_|_chunks?\b|chunks? of tokens|\+ck|\.ck\b|\.kh\b|\.kg\b", 35, 28),
-    "dropout": Named(r"drop_?out|neftune|embedding_?noise", 20, 20),
-    "isolation": Named(r"isolat|delta_?net|mixes_packed", 11, 11),
+    "token_chunks": Named(
+        r"token_?chunk|(?<!attention_)(?<!torch_)chunk_|_chunks?\b|chunks? of tokens|\+ck|\.ck\b|\.kh\b|\.kg\b", 35, 28
+    ),
+    "dropout": Named(r"drop_?out|neftune|embedding_?noise", 20, 19),
+    "isolation": Named(r"isolat|delta_?net|mixes_packed", 11, 4),
 }
 """By the feature's folder."""
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from hf_hotspa.costs.divided import exchanged_elements, local_heads
 from hf_hotspa.errors import StrategyError, UnsupportedError
+from hf_hotspa.features.dropout.mode import Noise
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.report import MEASURES
@@ -125,7 +126,7 @@ def errors_of_even_and_tiny_packs(rank, world_size):
         found[way] = worst_error(engine, make_mini_batch(engine, even), *shared_reference(model, even))[0]
         engine.close()
         tiny = [{"input_ids": [5], "labels": [5]}, *even]
-        engine = make_engine(model, "cp2:2,cp2+rc:10@40", context_parallel=way, neftune_alpha=1e-12)
+        engine = make_engine(model, "cp2:2,cp2+rc:10@40", context_parallel=way, features=(Noise(1e-12),))
         found[f"tiny {way}"] = worst_error(engine, make_mini_batch(engine, tiny), *shared_reference(model, tiny))[0]
         engine.close()
     return found
@@ -255,7 +256,7 @@ def objectives(rank, world_size, way):
             {"label_smoothing": objective.SMOOTHING},
             lambda: objective.reference(model, rows, objective.smoothed),
         ),
-        "noise": ({"neftune_alpha": objective.ALPHA, "seed": objective.SEED}, lambda: noisy(model, rows)),
+        "noise": ({"features": (Noise(objective.ALPHA),), "seed": objective.SEED}, lambda: noisy(model, rows)),
         "own loss": (
             {"loss": token_loss, "loss_chunk_tokens": 7},
             lambda: own_loss.reference(model, rows, own_loss.weighted_focal_of_row),

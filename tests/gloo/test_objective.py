@@ -70,6 +70,7 @@ def test_label_smoothing_is_exact_over_a_cut_vocabulary():
 def noise_world(rank, world_size):
     from hf_hotspa.data.collator import MicroBatch
     from hf_hotspa.features.dropout.dropout import EmbeddingNoise
+    from hf_hotspa.features.dropout.mode import Noise
 
     model = tiny_model("llama_gqa_bias", torch.float64)
     rows = [row for row in random_rows(14, model.config.vocab_size, longest=60, seed=5) if row["input_ids"]]
@@ -88,7 +89,7 @@ def noise_world(rank, world_size):
     with exact_in_double(torch.float64):
         loss, gradients = reference(model, rows, cross_entropy, alone)
     assert 0.9 < max(largest) <= 1.0
-    engine = make_engine(model, THREE, neftune_alpha=ALPHA, seed=SEED)
+    engine = make_engine(model, THREE, features=(Noise(ALPHA),), seed=SEED)
     batch = make_mini_batch(engine, rows)
     with exact_in_double(torch.float64):
         report = engine.forward_backward(batch, step=STEP)

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_hotspa.errors import StrategyError, UnsupportedError
+from hf_hotspa.features.dropout.mode import Noise
 from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import describe_model
@@ -156,7 +157,11 @@ def objectives(rank, world_size):
             {"label_smoothing": objective.SMOOTHING},
             lambda: objective.reference(model, rows, objective.smoothed),
         ),
-        "noise": (buckets[1], {"neftune_alpha": objective.ALPHA, "seed": objective.SEED}, lambda: noisy(model, rows)),
+        "noise": (
+            buckets[1],
+            {"features": (Noise(objective.ALPHA),), "seed": objective.SEED},
+            lambda: noisy(model, rows),
+        ),
         "own loss": (
             buckets[0],
             {"loss": token_loss, **LOSS},

@@ -11,7 +11,8 @@ from transformers.models.llama import LlamaForCausalLM, LlamaModel
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, StrategyError, UnsupportedError
-from hf_hotspa.features.isolation.isolation import LayerKind, run_alone
+from hf_hotspa.features.isolation.isolation import run_alone
+from hf_hotspa.model.layer_kind import LayerKind
 from hf_hotspa.model.pass_through import stage_unsupported_reason
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention

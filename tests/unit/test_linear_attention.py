@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_hotspa.features.isolation import isolation
-from hf_hotspa.features.isolation.isolation import delta_rule, mix_packed, mixes_packed, projections, set_heads_of_shard
+from hf_hotspa.features.isolation.isolation import delta_rule, mix_packed, set_heads_of_shard
+from hf_hotspa.model.layer_kind import is_linear_attention, projections
 from hf_hotspa.parallel.attention import PackedSequences
 from tests.oracle import exact_in_double
 from tests.tiny_families import tiny_model_of
@@ -86,7 +87,7 @@ def test_a_state_goes_on_in_the_next_row(cut: int) -> None:
 
 def net_of(family: str) -> Any:
     model = tiny_model_of(family)
-    return next(module for module in model.modules() if mixes_packed(module))
+    return next(module for module in model.modules() if is_linear_attention(module))
 
 
 def pack_of(*lengths: int) -> PackedSequences:
@@ -151,7 +152,7 @@ class _Own(nn.Module):
 
 
 def test_layers_of_others_are_left_to_run_alone() -> None:
-    assert not mixes_packed(_Own())
+    assert not is_linear_attention(_Own())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

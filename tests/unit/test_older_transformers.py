@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.dropout.dropout import recompute_layers
+from hf_hotspa.model.replica import recompute_layers
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.given_arguments import recompute_argument, workers_context
 from tests.families import tiny_model

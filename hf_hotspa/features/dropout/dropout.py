@@ -9,19 +9,14 @@ a second call of a module drops others. Only the distribution is the same as wit
 `use_keyed_dropout` replaces every `nn.Dropout` of a replica by `KeyedDropout`, between the model's layers and in LoRA layers.
 For attention probabilities (`_PairMasks`, if attention uses the interface of transformers), the hash is of the query token as
 above and of (module, head in the whole model, key token in the row). Other uses of torch's generator depend on the layout;
-`refuse_dropout` raises an error that names the setting.
+`model.model_kind.refuse_dropout` raises an error that names the setting.
 
 NEFTune's noise on embeddings is defined here for packed rows (Jain et al., 2023, "NEFTune: Noisy Embeddings Improve Instruction
 Finetuning"): each *sequence* of L tokens and hidden size H gets uniform noise of magnitude `alpha / sqrt(L * H)`, as in an
 unpadded batch of that one sequence in transformers. It is drawn from (seed, mini-batch, dataset row, first token), so it is
 equal on every tensor-parallel rank, and under any strategy and packing.
-
-Recomputation (`+rc`) applies to every n-th layer of a replica's stage, with any release of transformers. The models' own
-`gradient_checkpointing_enable` also puts hooks on embeddings, which later stages do not have, and only newer releases can
-skip layers.
 """
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,17 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import PreTrainedModel
 
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.isolation.isolation import LayerKind, keep_pack
+from hf_hotspa.errors import ModelError
 from hf_hotspa.features.lora.adapters import LORA_A
+from hf_hotspa.layout.shares import shard_rows
 from hf_hotspa.layout.vector import ParameterSpec
+from hf_hotspa.model.model_kind import attention_dropouts, held_rates
+from hf_hotspa.model.replica import Replica
+from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.attention import AttentionDropout, PackedSequences, calls_attention
 from hf_hotspa.parallel.mesh import TensorGroup
-from hf_hotspa.parallel.wrapped_model import unwrapped_modules
 
 _GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64: the step of SplitMix64
 _MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685
@@ -168,6 +164,20 @@ class DropoutMasks:
         self._sharers, self._place = 1, 0
         if tensor is not None and sequence_parallel:
             self._sharers, self._place = tensor.size, tensor.order[tensor.shard]
+
+    def take(self, replica: Replica, description: ModelDescription) -> bool:
+        """Lets the modules of a replica draw from the masks; returns whether any does."""
+        mesh, strategy, model = replica.mesh, replica.mesh.strategy, replica.model
+        specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
+        heads = description.local_heads(strategy.tp, mesh.tensor.shard) if mesh.tensor is not None else {}
+        rows_of_shard = partial(shard_rows, description.vector, strategy, rank=mesh.rank)
+        dropped = use_keyed_dropout(model, self, specs, rows_of_shard, replica.hidden_size, mesh.tensor)
+        dropped |= use_attention_dropout(model, self, {name: first for name, (first, _, _) in heads.items()})
+        if dropped:
+            replica.recompute = self.recompute
+            if replica.context is not None:
+                replica.context.let_attend = self.let_attend
+        return dropped
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -305,91 +315,6 @@ def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_hea
     return bool(attentions)
 
 
-def held_rates(module: nn.Module) -> dict[str, float]:
-    """A module's own dropout probabilities, as numbers or as `nn.Dropout`, by attribute."""
-    numbers = {n: float(v) for n, v in vars(module).items() if "drop" in n and isinstance(v, int | float)}
-    return numbers | {n: m.p for n, m in module.named_children() if isinstance(getattr(m, "p", None), float)}
-
-
-def attention_dropouts(config: PreTrainedConfig) -> dict[str, float]:
-    """A config's settings above 0 that drop attention probabilities."""
-    settings = config.get_text_config().to_dict().items()
-    return {key: value for key, value in settings if _drops_attention(key) and _is_positive(value)}
-
-
-def without_attention_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a config whose model drops no attention probabilities."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    for key in attention_dropouts(config):
-        setattr(text, key, 0.0)
-    return config
-
-
-def _drops_attention(key: str) -> bool:
-    return _is_dropout(key) and "att" in key
-
-
-def _is_dropout(key: str) -> bool:
-    return "dropout" in key or key.endswith("pdrop")
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and value > 0
-
-
-def refuse_dropout(
-    model: PreTrainedModel, layers: Sequence[nn.Module], kinds: Sequence[LayerKind], of_attention: bool = True
-) -> None:
-    """Raises an error if a config's dropout or jitter would draw from torch's generator in a replica.
-
-    Supported are `nn.Dropout` between the layers, and dropout of attention probabilities in layers whose attention uses
-    the interface of transformers and runs packed. `model`: the model, with or without adapters. `of_attention`: whether
-    the config's dropout of attention probabilities stays on. Raises `UnsupportedError`: naming the setting of the
-    config.
-    """
-    text = model.config.get_text_config()
-    modules = unwrapped_modules(model).values()
-    served = {module.p for module in modules if isinstance(module, nn.Dropout)}
-    called = {
-        rate
-        for module in modules
-        for name, rate in held_rates(module).items()
-        if not isinstance(getattr(module, name), nn.Module) and not (calls_attention(module) and "att" in name)
-    }
-    own = _own_attention(layers, kinds) if of_attention else None
-    for key, value in text.to_dict().items():
-        of_another_head = key.startswith(("classifier", "summary"))
-        if not (_is_dropout(key) or key.endswith("jitter_noise")) or of_another_head or not _is_positive(value):
-            continue
-        why = "the random numbers of its layers depend on the layout, so hot-switched training would not be exact"
-        fix = f"set config.{key} = 0.0"
-        if _drops_attention(key):
-            if own is None:
-                continue
-            why = f"{own} drops attention probabilities by itself, different ones under each layout"
-            fix = f"set hotspa_attention_dropout=0, or config.{key} = 0.0"
-        elif _is_dropout(key) and (value in served or served == {0}) and value not in called:  # or all are switched off
-            continue
-        raise UnsupportedError(f"{text.model_type} config has {key}={value}", why=why, fix=fix)
-
-
-def _own_attention(layers: Sequence[nn.Module], kinds: Sequence[LayerKind]) -> str | None:
-    """The class of a module that would drop attention probabilities by itself; None if there is none."""
-    attends = False
-    for layer, kind in zip(layers, kinds, strict=True):
-        modules = dict(layer.named_modules())
-        if attention := next((m for m in modules.values() if calls_attention(m)), None):
-            attends = True
-            if kind.alone:
-                return type(attention).__name__
-            continue
-        for name, module in modules.items():  # state spaces, for example, have none
-            if any("att" in f"{name}.{attribute}" and rate > 0 for attribute, rate in held_rates(module).items()):
-                return type(module).__name__
-    return None if attends else type(layers[0]).__name__
-
-
 class EmbeddingNoise:
     """A forward hook for the embedding module; does nothing in eval mode.
 
@@ -438,18 +363,3 @@ class EmbeddingNoise:
     def _seed_of(self, key: tuple[int, int]) -> int:
         text = f"{self._seed} {self.step} {key[0]} {key[1]}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def recompute_layers(model: PreTrainedModel, recompute: Callable[..., Any], every: int) -> None:
-    """Makes every `every`-th layer keep only its input, and recompute the rest in the backward pass. Raises
-    `ModelError`: the family does not support it."""
-    if not model.supports_gradient_checkpointing:
-        raise ModelError(
-            f"{type(model).__name__} cannot recompute its layers",
-            fix="leave activation_checkpointing and +rc off, or lower the tokens per pack",
-        )
-    model._set_gradient_checkpointing(True, recompute)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index % every == 0
-        layer._gradient_checkpointing_func = keep_pack(layer, recompute)

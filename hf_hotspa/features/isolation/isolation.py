@@ -24,8 +24,6 @@ H heads of values (a multiple of G), K and V widths of these heads.
 """
 
 import copy
-import dis
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,91 +36,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedConfig
 
-from hf_hotspa.parallel.attention import PackedSequences, calls_attention, code_of_forward, names_in_forward
+from hf_hotspa.model.layer_kind import CONVOLUTION, RECURRENCE, LayerKind, is_linear_attention, projections
+from hf_hotspa.parallel.attention import PackedSequences, calls_attention
 from hf_hotspa.parallel.collectives import CLOCK, with_gradient
 from hf_hotspa.parallel.context import ContextGroup, Division, gathered, heads_to_tokens, scattered_sum, tokens_to_heads
-
-_PACKABLE = {"full_attention", "sliding_attention", "attention", "dense", "sparse"}
-_SLIDING = {"sliding_attention", "hybrid_sliding"}
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """How one decoder layer treats the sequences of a pack."""
-
-    num_attentions: int  # how many of its modules attend through the interface of transformers
-    alone: bool = False  # whether it runs one sequence at a time, with the family's own attention (eager) and a mask
-    window: int | None = None  # tokens that the mask lets a position see, itself included; all before it when None
-    chunk: int | None = None  # length of the stretches that the mask separates; none when None
-    # whether its attention must get the pack past the layer, which drops unknown arguments (StableLM)
-    hands_on: bool = False
-    is_linear: bool = False  # whether it is linear attention that runs whole packs (`mix_packed`)
-
-    def mask(self, length: int, like: Tensor) -> Tensor:
-        """[1, 1, length, length] in the dtype of `like`: 0 where a position may look, else the smallest number."""
-        position = torch.arange(length, device=like.device)
-        distance = position[:, None] - position[None, :]
-        allowed = distance >= 0
-        if self.window is not None:
-            allowed &= distance < self.window
-        if self.chunk is not None:
-            allowed &= position[:, None] // self.chunk == position[None, :] // self.chunk
-        mask = torch.zeros(length, length, dtype=like.dtype, device=like.device)
-        return mask.masked_fill(~allowed, torch.finfo(like.dtype).min)[None, None]
 
 
 class _PerSequence(tuple[Any, ...]):
     """What a layer returns beside its hidden state, for each sequence of the pack."""
 
 
-def layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of every layer in the config; empty if it names none."""
-    text = config.get_text_config()
-    return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+class PackLender:
+    """Makes layers use the current pack, for models that do not pass it on."""
 
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._holder: list[PackedSequences] = []
+        for layer in layers:
+            layer.forward = partial(_with_pack, forward=layer.forward, holder=self._holder)
+            layer.hotspa_recompute = partial(_recompute_with_pack, holder=self._holder)
 
-def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """The kind of each decoder layer."""
-    text, types = config.get_text_config(), layer_types(config)
-    uniform = "create_sliding_window_causal_mask" in names_in_forward(base) and not types
-    by_position = bool(getattr(text, "attn_temperature_tuning", False))
-    kinds = []
-    for index, layer in enumerate(layers):
-        kind = types[index] if len(types) == len(layers) else "full_attention"
-        attentions = [module for module in layer.modules() if calls_attention(module)]
-        if not attentions and _passes_arguments_on(layer) and any(map(mixes_packed, layer.modules())):
-            kinds.append(LayerKind(0, is_linear=True))
-            continue
-        slides = uniform or kind in _SLIDING
-        tells = all("sliding_window" in names_in_forward(module) for module in attentions)
-        own_mask = any(hasattr(m, "prepare_dynamic_mask") or hasattr(m, "indexer") for m in attentions)
-        convolves = any(isinstance(module, nn.Conv1d) for module in layer.modules())
-        keeps = not _passes_arguments_on(layer)  # its attention would not get the pack
-        alone = (
-            not all(_passes_arguments_on(module) for module in (attentions if keeps else ()))
-            or not attentions
-            or kind not in _PACKABLE
-            or (slides and not tells)
-            or own_mask
-            or convolves
-            or by_position
-        )
-        windows = [getattr(module, "sliding_window", None) for module in attentions]
-        window = next((w for w in windows if w is not None), getattr(text, "sliding_window", None) if slides else None)
-        chunk = text.attention_chunk_size if kind == "chunked_attention" else None
-        kinds.append(LayerKind(len(attentions), alone, window if alone else None, chunk, keeps and not alone))
-    return tuple(kinds)
-
-
-def _passes_arguments_on(layer: nn.Module) -> bool:
-    """Whether a layer's forward uses its ``**kwargs``."""
-    code = code_of_forward(layer)
-    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
-        return False
-    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
-    return any(i.opname.startswith("LOAD") and i.argval == name for i in dis.get_instructions(code))
+    def begin(self, pack: PackedSequences, *_: Any) -> None:
+        self._holder[:] = [pack]
 
 
 def take_packs(layer: nn.Module, kind: LayerKind) -> None:
@@ -132,7 +67,7 @@ def take_packs(layer: nn.Module, kind: LayerKind) -> None:
     elif kind.hands_on:
         hand_pack_on(layer)
     elif kind.is_linear:
-        for module in filter(mixes_packed, layer.modules()):
+        for module in filter(is_linear_attention, layer.modules()):
             mix_packed(module)
 
 
@@ -145,18 +80,6 @@ def run_alone(layer: nn.Module, kind: LayerKind) -> None:
     layer.forward = partial(_each_sequence, forward=layer.forward, kind=kind)
 
 
-def lend_pack(layers: Sequence[nn.Module]) -> Callable[..., None]:
-    """Makes layers use the pack that the returned function was called with last, for models that do not pass it on."""
-    holder: list[PackedSequences] = []
-    for layer in layers:
-        layer.forward = partial(_with_pack, forward=layer.forward, holder=holder)
-
-    def lend(pack: PackedSequences, *_: Any) -> None:
-        holder[:] = [pack]
-
-    return lend
-
-
 def hand_pack_on(layer: nn.Module) -> None:
     """Passes the pack, which a layer gets and does not pass on, to its attentions."""
     holder: list[PackedSequences] = []
@@ -164,6 +87,7 @@ def hand_pack_on(layer: nn.Module) -> None:
         if calls_attention(module):
             module.forward = partial(_with_pack, forward=module.forward, holder=holder)
     layer.forward = partial(_holding_pack, forward=layer.forward, holder=holder)
+    layer.hotspa_recompute = partial(_recompute_with_pack, holder=holder)
 
 
 def _holding_pack(
@@ -174,14 +98,6 @@ def _holding_pack(
         return forward(*args, **kwargs)
     finally:
         holder.pop()
-
-
-def keep_pack(layer: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `recompute` use the pack of a layer's first computation; returns `recompute` itself for most layers."""
-    forward = layer.forward
-    if not isinstance(forward, partial) or forward.func not in (_holding_pack, _with_pack):
-        return recompute
-    return partial(_recompute_with_pack, recompute=recompute, holder=forward.keywords["holder"])
 
 
 def _recompute_with_pack(
@@ -253,8 +169,6 @@ def _each_sequence(
 # -- gated delta nets --------------------------------------------------------------------------------------------------
 
 
-CONVOLUTION, RECURRENCE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-"""The names by which families' forwards call the two functions that mix tokens."""
 _CHUNKS = (16, 32, 64)  # possible chunk sizes of `delta_rule` in tokens; the cheapest is used
 _STEP = 1e6  # the cost of a step of the scan beside its products, in multiplications of one head
 
@@ -273,13 +187,6 @@ class StatePrefix(Protocol):
         ...
 
 
-def mixes_packed(module: nn.Module) -> bool:
-    """Whether a module is a gated delta net of transformers whose forward mixes tokens only in the two known functions."""
-    of_library = type(module).__module__.startswith("transformers.models.")
-    members = all(hasattr(module, name) for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"))
-    return of_library and members and {CONVOLUTION, RECURRENCE} <= names_in_forward(module)
-
-
 def mix_packed(module: nn.Module) -> None:
     """Makes a gated delta net separate the documents of its packs."""
     own = unwrap(type(module).forward)
@@ -289,15 +196,7 @@ def mix_packed(module: nn.Module) -> None:
     forward = FunctionType(own.__code__, own.__globals__ | ours, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     module.forward = partial(forward, module)
-
-
-def projections(module: nn.Module) -> tuple[list[str], str, str]:
-    """The names of a gated delta net's input projections, output projection, and norm."""
-    names = [name for name, child in module.named_children() if list(child.parameters())]
-    out, norm = (
-        next(name for name in names if name in known) for known in (("out_proj", "o_proj"), ("norm", "o_norm"))
-    )
-    return [name for name in names if name not in (out, norm, "conv1d")], out, norm
+    module.hotspa_set_heads = lambda heads, _: set_heads_of_shard(module, heads)
 
 
 def set_heads_of_shard(module: Any, num_heads: int) -> None:

@@ -1,0 +1,28 @@
+"""Dropout and noise on embeddings that do not depend on the layout.
+
+Its hooks; see `hf_hotspa.seam`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from hf_hotspa.features.dropout.mode import Noise
+from hf_hotspa.seam import Flags, settings
+
+options = Noise
+
+flags = Flags(arguments="hf_hotspa.features.dropout.arguments:NoiseArguments")
+
+
+def attach(replica: Any, description: Any, options: Any) -> Iterator[Any]:
+    """Dropout by keys, in recomputed layers and in attention too, and noise."""
+    from hf_hotspa.features.dropout.dropout import DropoutMasks, EmbeddingNoise
+
+    masks = DropoutMasks(options.seed, replica.mesh.tensor, replica.mesh.strategy.sp)
+    if masks.take(replica, description):
+        yield masks
+    noise = settings(options.features, Noise)
+    if noise is not None and replica.is_first:
+        added = EmbeddingNoise(noise.alpha, options.seed)
+        replica.model.get_input_embeddings().register_forward_hook(added)
+        yield added
