@@ -382,9 +382,8 @@ def _arguments(kind: str, base: type, model: Any, args: Any) -> HotSPaTrainingAr
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         made: HotSPaTrainingArguments = config_of(f"{kind}Config")(f"{name.split('/')[-1]}-{kind}")
         return made
-    if isinstance(args, getattr(sys.modules[base.__module__], f"{kind}Config")):
-        return completed(args)
-    if not isinstance(args, TrainingArguments):
+    config = getattr(sys.modules[base.__module__], f"{kind}Config")
+    if isinstance(args, config) or not isinstance(args, TrainingArguments):
         return completed(args)
     if kind != "SFT":
         raise HotspaConfigError(
@@ -399,11 +398,7 @@ def _arguments(kind: str, base: type, model: Any, args: Any) -> HotSPaTrainingAr
 
 _OF_ROWS = "TRL prepares and batches the rows"
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, str, str]] = {
-    "activation_offloading": (
-        False,
-        "replicas run, which its hooks do not see",
-        "use gradient_checkpointing",
-    ),
+    "activation_offloading": (False, "replicas run, which its hooks do not see", "use gradient_checkpointing"),
     "use_transformers_continuous_batching": (
         False,
         "it casts the model object, and its paged attention was not tried",
@@ -585,19 +580,14 @@ def config_of(name: str) -> Any:
     """Returns a config of TRL, such as SFTConfig, with our flags and TRL's defaults."""
     base = getattr(import_module("trl"), name)
     own = {f.name: copy(f) for f in dataclasses.fields(base)}
-    namespace = {
-        "__module__": __name__,
-        "__doc__": base.__doc__,
-        "__annotations__": {n: f.type for n, f in own.items()},
-    }
+    types = {field: of_base.type for field, of_base in own.items()}
+    namespace = {"__module__": __name__, "__doc__": base.__doc__, "__annotations__": types}
     return dataclasses.dataclass(type(name, (HotSPaTrainingArguments, base), {**namespace, **own}))
 
 
 def in_front_of(base: type) -> type:
     """Returns the class to put in front of a TRL trainer or its subclass."""
-    if of_trl(base)[0] in ONLINE:
-        return OverOnline
-    return OverTRL
+    return OverOnline if of_trl(base)[0] in ONLINE else OverTRL
 
 
 @cache

@@ -354,9 +354,8 @@ def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path
         (folder / rest).parent.mkdir(parents=True, exist_ok=True)
         with open_inside(checkpoint, name_in_checkpoint) as file:
             if rest.endswith(ADAPTER_CONFIG):
-                model = str(
-                    json.loads(file.read()).get("base_model_name_or_path") or "the model that it was trained on"
-                )
+                of_base = json.loads(file.read()).get("base_model_name_or_path")
+                model = str(of_base or "the model that it was trained on")
                 file.seek(0)
             if rest != "config.json":
                 disk.write(folder, rest, iter(lambda file=file: file.read(_CHUNK), b""))  # type: ignore[misc]
@@ -394,6 +393,8 @@ def merge(
     """Writes base and adapter as one plain model. Raises `DamagedCheckpointError`: the checkpoint does not verify.
     Raises `HotspaConfigError`: it holds no adapter, the base cannot be loaded or is quantized otherwise, or the target
     is in use. Raises `OSError`: the disk fails."""
+    from peft import PeftModel
+
     weights = read_manifest(checkpoint).adapter_weights
     if weights is None:
         raise HotspaConfigError(
@@ -407,7 +408,7 @@ def merge(
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise HotspaConfigError(f"{str(target)!r} exists", fix="name a new or an empty directory")
         name = base or json.loads((adapter / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-        model = _merged(_loaded(name, quantization, double, dtype), adapter)
+        model = PeftModel.from_pretrained(_loaded(name, quantization, double, dtype), adapter).merge_and_unload()
         model.save_pretrained(merged, max_shard_size=max_shard_bytes)
         for file in files.iterdir():  # such as the tokenizer
             if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _CARD_FILE) and file != adapter:
@@ -442,14 +443,9 @@ def _loaded(name: str | None, quantization: str | None, double: bool, dtype: str
         return model
     model = model.dequantize(kind)
     # transformers 5.23 cannot revert the reading of codes, and plain weights do not need it
-    packs = [
-        c for c in model._weight_conversions if any("4bit" in type(op).__name__ for op in getattr(c, "operations", ()))
+    model._weight_conversions = [
+        c
+        for c in model._weight_conversions
+        if not any("4bit" in type(op).__name__ for op in getattr(c, "operations", ()))
     ]
-    model._weight_conversions = [c for c in model._weight_conversions if c not in packs]
     return model
-
-
-def _merged(model: Any, adapter: Path) -> Any:
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(model, adapter).merge_and_unload()

@@ -106,18 +106,14 @@ class StockCheckpoint:
         if not isinstance(trainer_state.get("global_step"), int):
             raise DamagedCheckpointError(f"{TRAINER_STATE!r} has no global_step", where=str(path))
         saved = path if adapter is None else adapter_folder(path, adapter)
-        WeightFiles(
-            saved, ADAPTER_WEIGHTS if (saved / ADAPTER_CONFIG).is_file() else None
-        )  # raises if it is unreadable
+        only = ADAPTER_WEIGHTS if (saved / ADAPTER_CONFIG).is_file() else None
+        WeightFiles(saved, only)  # raises if it is unreadable
         missing = [name for name in (OPTIMIZER, SCHEDULER) if not (path / name).is_file()]
         if missing:
             return cls(path, trainer_state, {}, {})
         optimizer, scheduler = _read_pickle(path, OPTIMIZER), _read_pickle(path, SCHEDULER)
-        if (
-            not isinstance(optimizer, dict)
-            or not isinstance(scheduler, dict)
-            or not {"state", "param_groups"} <= set(optimizer)
-        ):
+        are_states = isinstance(optimizer, dict) and isinstance(scheduler, dict)
+        if not are_states or not {"state", "param_groups"} <= set(optimizer):
             raise DamagedCheckpointError(f"{OPTIMIZER!r} or {SCHEDULER!r} holds no state", where=str(path))
         return cls(path, trainer_state, optimizer, scheduler)
 
@@ -152,12 +148,10 @@ class StockCheckpoint:
                 key: self._share(value, spec.shape, spec.shard_dim, start, stop, f"{key} of {spec.name}")
                 for key, value in state.items()
             }
-        inside = [
-            value for value in state.values() if isinstance(value, Mapping)
-        ]  # bitsandbytes hides states from FSDP
-        flat = {
-            key: value for part in (state, *inside) for key, value in part.items() if not isinstance(value, Mapping)
-        }
+        flat = dict[str, Any]()
+        for part in (state, *state.values()):  # bitsandbytes hides states from FSDP
+            if isinstance(part, Mapping):
+                flat |= {key: value for key, value in part.items() if not isinstance(value, Mapping)}
         try:
             return cut_state(optimizer, flat, share)
         except UnsupportedError as error:

@@ -254,9 +254,7 @@ class PackedBucketCollator:
         try:
             return self.of_rows([read_row(example, row, self.rules) for row, example in enumerate(features)])
         except HotspaError as error:
-            data = error.to_dict()
-            data["where"] = f"{data['where'] or 'a row'}, counted within the mini-batch"
-            return MiniBatch(MiniBatchPlan((), 0, len(features)), (), HotspaError.from_dict(data))
+            return MiniBatch(MiniBatchPlan((), 0, len(features)), (), _within_batch(error, "the mini-batch"))
 
     def of_rows(self, rows: Sequence[Row], speeds: Speeds | None = None) -> MiniBatch:
         """Returns the mini-batch of rows that were read, with a digest of all their tokens.
@@ -351,10 +349,8 @@ class PackedBucketCollator:
                 raise self._out_of_range(values_T, key, pack, rows)
         starts = ends - np.asarray(lengths)
         positions_T = np.arange(num_tokens) - np.repeat(starts, lengths)
-        columns, content = (
-            dict[str, torch.Tensor](),
-            hashlib.blake2b(ids_T.tobytes() + labels_T.tobytes(), digest_size=8),
-        )
+        columns = dict[str, torch.Tensor]()
+        content = hashlib.blake2b(ids_T.tobytes() + labels_T.tobytes(), digest_size=8)
         for name in sorted(rows[pack.sequences[0].row].columns):
             columns[name] = _packed(name, pack, rows)
             content.update(columns[name].numpy().tobytes())
@@ -654,8 +650,8 @@ def _has_no_tokens(example: Mapping[str, Any]) -> bool:
     return "input_ids" in example and (example["input_ids"] is None or not len(example["input_ids"]))
 
 
-def _within_batch(error: HotspaError) -> HotspaError:
-    where = f"{error.where or 'a row'}, counted within the batch"
+def _within_batch(error: HotspaError, whole: str = "the batch") -> HotspaError:
+    where = f"{error.where or 'a row'}, counted within {whole}"
     return HotspaError.from_dict({**error.to_dict(), "where": where})
 
 

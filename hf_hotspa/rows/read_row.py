@@ -14,7 +14,7 @@ checked against a vocabulary here. No torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -99,12 +99,10 @@ class RowRules:
 
     def key(self) -> str:
         """Returns a text that is equal, in every process, for rules that give equal tokens."""
-        return repr((*(getattr(self, name) for name in _PLAIN), sorted(self.unsupported)))
+        plain = fields(self)[:-2]  # without `unsupported`, a set, and `columns`, which are no tokens
+        return repr((*(getattr(self, column.name) for column in plain), sorted(self.unsupported)))
 
 
-_PLAIN = (
-    "labels_are_ids", "unlabelled_id", "reads_mask", "pads_left", "absolute_positions", "skips_empty", "borders",
-)  # fmt: skip
 DEFAULT_RULES = RowRules()
 
 

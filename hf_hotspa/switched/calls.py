@@ -291,26 +291,6 @@ def common(values: Tensor, tolerance: float) -> float | None:
 # -- errors of a call -------------------------------------------------------------------------------------------------
 
 
-def of_padding(where: str) -> UnsupportedError:
-    """The error for gradients by logits at padding."""
-    return UnsupportedError(
-        "gradients by logits at padding",
-        where=where,
-        why="rows are packed without their padding, which has no logits here",
-        fix="leave the places where attention_mask is 0 out of the loss",
-    )
-
-
-def logits_are_gone(where: str) -> UnsupportedError:
-    """The error for logits that were read too late."""
-    return UnsupportedError(
-        "logits were read after the step",
-        where=where,
-        why="their weights have been replaced",
-        fix="use the logits before flush and optimizer.step()",
-    )
-
-
 def too_many_logits(call: Call, passes: Passes, most: int) -> UnsupportedError | None:
     """The error for logits of more than `most` bytes; None for fewer."""
     size = call.shape[0] * call.shape[1] * passes.num_logits * passes.wide.itemsize
@@ -524,12 +504,6 @@ class Request:
     given_items: Any  # `num_items` as given
     function: Any  # the model object's custom loss function; None for the loss of causal language models
     changes: str = ""  # earlier changes of the model object, as text
-
-    @property
-    def targets(self) -> dict[str, Any]:
-        """The labels, shifted or not, by the names of loss functions."""
-        shifted = self.batch.get("shift_labels")
-        return {"labels": self.batch.get("labels"), **({} if shifted is None else {"shift_labels": shifted})}
 
     def __str__(self) -> str:
         words = ["forward", "training mode" if self.training else "eval mode"]

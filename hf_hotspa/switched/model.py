@@ -64,8 +64,6 @@ from hf_hotspa.switched.calls import (
     Meeting,
     Request,
     Window,
-    logits_are_gone,
-    of_padding,
     too_many_logits,
     unreadable,
 )
@@ -449,12 +447,14 @@ class SwitchedModel(DistributedDataParallel):
             batch[name] = others.get(name)
         wants_loss = not fused_lm_head and (labels is not None or shift_labels is not None)
         function = vars(self._bare).get("_loss_function") if wants_loss and self._own is None else None
+        if output_router_logits is None and self._passes.auxiliary is not None:
+            output_router_logits = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
         request = Request(
             batch,
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
             fields=FIELDS.index(self._head_fields[-1]) + 1 if fused_lm_head else 0,
             wants_loss=wants_loss,
-            aux=self._passes.auxiliary is not None and self._wants_aux(output_router_logits),
+            aux=self._passes.auxiliary is not None and bool(output_router_logits),
             kept=logits_to_keep,
             expected=expected_seeds,
             trains=torch.is_grad_enabled() and self._store is None and self.trains,
@@ -469,10 +469,6 @@ class SwitchedModel(DistributedDataParallel):
             return self._fused_output(call, request)
         out = self._output(call, request)
         return out if return_dict is not False else out.to_tuple()
-
-    def _wants_aux(self, asked: bool | None) -> bool:
-        of_config = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
-        return bool(of_config if asked is None else asked)
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
         begins = request.trains and not self._calls
@@ -619,18 +615,9 @@ class SwitchedModel(DistributedDataParallel):
         self, call: Call, numbers: Sequence[int], request: Request, fields: int, with_logits: bool, own: bool = False
     ) -> passes.Numbers:
         return self._passes.score(
-            call.of_step,
-            numbers,
-            step=self.step,
-            training=self.training,
-            temperature=call.temperature,
-            fields=fields,
-            with_logits=with_logits,
-            with_aux=request.aux and fields > 0,
-            store=self._store,
-            of_step=request.trains,
-            own=own,
-        )
+            call.of_step, numbers, step=self.step, training=self.training, temperature=call.temperature, fields=fields,
+            with_logits=with_logits, with_aux=request.aux and fields > 0, store=self._store, of_step=request.trains, own=own,
+        )  # fmt: skip
 
     def _train_at_once(self, calls: Sequence[Call], request: Request, known: Assumed) -> None:
         """Trains some calls before the caller's backward has brought the gradients. Documents whose given seeds are all
@@ -673,12 +660,11 @@ class SwitchedModel(DistributedDataParallel):
         if request.wants_loss:
             if request.function is not None:
                 logits = self._logits(call, request)
-                loss = request.function(
-                    logits=logits,
-                    vocab_size=logits.shape[-1],
-                    num_items_in_batch=request.given_items,
-                    **request.targets,
-                )
+                targets = {"labels": request.batch.get("labels")}
+                if (shifted := request.batch.get("shift_labels")) is not None:
+                    targets["shift_labels"] = shifted
+                items, size = request.given_items, logits.shape[-1]
+                loss = request.function(logits=logits, vocab_size=size, num_items_in_batch=items, **targets)
             elif self._own is None and not isinstance(call.assumed, float):
                 log_probs = call.column(0, wide)
                 if request.trains:
@@ -728,11 +714,14 @@ class SwitchedModel(DistributedDataParallel):
     def _logits(self, call: Call, request: Request) -> Tensor:
         """Returns [B, L, V], or the requested columns; a leaf if gradients are enabled. Collective."""
         is_gone = call.version != self._version or (request.trains and call not in self._calls)
-        error = (
-            logits_are_gone(f"rank {self.engine.rank}, {self._place()}")
-            if is_gone
-            else too_many_logits(call, self._passes, self._logit_bytes)
-        )
+        error = too_many_logits(call, self._passes, self._logit_bytes)
+        if is_gone:
+            error = UnsupportedError(
+                "logits were read after the step",
+                where=f"rank {self.engine.rank}, {self._place()}",
+                why="their weights have been replaced",
+                fix="use the logits before flush and optimizer.step()",
+            )
         self._meet("read logits", error)
         self._used_logits[self.training, request.trains] = True
         numbers = call.numbers
@@ -766,12 +755,18 @@ class SwitchedModel(DistributedDataParallel):
         Raises:
             HotspaError: on every rank; the calls are dropped.
         """
-        calls, went_back, reads_padding = self._calls, False, False
+        calls, went_back = self._calls, False
+        error: HotspaError | None = None
         for call in calls:
             went_back |= call.went_back
-            reads_padding |= call.reads_padding
+            if call.reads_padding:
+                error = UnsupportedError(
+                    "gradients by logits at padding",
+                    where=f"rank {self.engine.rank}, {self._place()}",
+                    why="rows are packed without their padding, which has no logits here",
+                    fix="leave the places where attention_mask is 0 out of the loss",
+                )
         if calls:
-            error = of_padding(f"rank {self.engine.rank}, {self._place()}") if reads_padding else None
             went_back = any(self._meet("flush", error, went_back))
         if not self._calls:  # also if they were dropped, here or on another rank
             return

@@ -615,10 +615,8 @@ class Passes:
         own: bool = False,  # whether to compute the engine's token loss
     ) -> Numbers:
         """Runs a forward of some documents. Collective."""
-        evaluates, keeps = (
-            not (of_step or training or store is not None),
-            of_step and store is None and not with_aux,
-        )
+        evaluates = not (of_step or training or store is not None)
+        keeps = of_step and store is None and not with_aux
         key = None if store is None else id(store), training, step
         try:
             plan, mini_batch = self.planned(documents, numbers, step, evaluates=evaluates)
@@ -716,10 +714,9 @@ class Passes:
                     shape = documents.lengths[number], columns.stop - columns.start
                     logits[number] = torch.zeros(shape, dtype=self.wide)
         self._offsets = offsets
-        auxiliary, loss = None, self.auxiliary
-        if with_aux and loss is not None:
-            size = loss.num_sums
-            auxiliary = torch.zeros(len(documents), size, dtype=torch.float64, device=device)
+        auxiliary = None
+        if with_aux and self.auxiliary is not None:
+            auxiliary = torch.zeros(len(documents), self.auxiliary.num_sums, dtype=torch.float64, device=device)
         self.taping.tape = self.tape = Tape(
             offsets=torch.tensor(offsets, dtype=torch.int64, device=device),
             fields=fields,

@@ -275,9 +275,7 @@ class RunFolder:
 def may_pass(error: BaseException, folder: Path) -> bool:
     """Returns whether another save may succeed: for a failed disk or no memory, not for files elsewhere or a
     serialiser."""
-    if (
-        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    ):  # torch's; torch is not imported here
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, not imported here
         return True
     if not isinstance(error, OSError) or error.errno is None:
         return bool(_OF_SYSTEM.search(str(error)))
