@@ -393,8 +393,6 @@ def merge(
     """Writes base and adapter as one plain model. Raises `DamagedCheckpointError`: the checkpoint does not verify.
     Raises `HotspaConfigError`: it holds no adapter, the base cannot be loaded or is quantized otherwise, or the target
     is in use. Raises `OSError`: the disk fails."""
-    from peft import PeftModel
-
     weights = read_manifest(checkpoint).adapter_weights
     if weights is None:
         raise HotspaConfigError(
@@ -408,7 +406,10 @@ def merge(
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise HotspaConfigError(f"{str(target)!r} exists", fix="name a new or an empty directory")
         name = base or json.loads((adapter / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-        model = PeftModel.from_pretrained(_loaded(name, quantization, double, dtype), adapter).merge_and_unload()
+        model = _loaded(name, quantization, double, dtype)
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
         model.save_pretrained(merged, max_shard_size=max_shard_bytes)
         for file in files.iterdir():  # such as the tokenizer
             if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _CARD_FILE) and file != adapter:
