@@ -99,7 +99,7 @@ class RowRules:
 
     def key(self) -> str:
         """Returns a text that is equal, in every process, for rules that give equal tokens."""
-        plain = fields(self)[:-2]  # without `unsupported`, a set, and `columns`, which are no tokens
+        plain = fields(self)[:-2]  # `unsupported` is a set, and tokens do not depend on `columns`
         return repr((*(getattr(self, column.name) for column in plain), sorted(self.unsupported)))
 
 
