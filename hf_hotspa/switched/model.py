@@ -447,14 +447,12 @@ class SwitchedModel(DistributedDataParallel):
             batch[name] = others.get(name)
         wants_loss = not fused_lm_head and (labels is not None or shift_labels is not None)
         function = vars(self._bare).get("_loss_function") if wants_loss and self._own is None else None
-        if output_router_logits is None and self._passes.auxiliary is not None:
-            output_router_logits = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
         request = Request(
             batch,
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
             fields=FIELDS.index(self._head_fields[-1]) + 1 if fused_lm_head else 0,
             wants_loss=wants_loss,
-            aux=self._passes.auxiliary is not None and bool(output_router_logits),
+            aux=self._passes.auxiliary is not None and self._wants_aux(output_router_logits),
             kept=logits_to_keep,
             expected=expected_seeds,
             trains=torch.is_grad_enabled() and self._store is None and self.trains,
@@ -469,6 +467,10 @@ class SwitchedModel(DistributedDataParallel):
             return self._fused_output(call, request)
         out = self._output(call, request)
         return out if return_dict is not False else out.to_tuple()
+
+    def _wants_aux(self, asked: bool | None) -> bool:
+        of_config = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
+        return bool(of_config if asked is None else asked)
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
         begins = request.trains and not self._calls
