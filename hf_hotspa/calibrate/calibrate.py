@@ -66,7 +66,7 @@ from hf_hotspa.versions import version_of
 
 logger = logging.getLogger(__name__)
 
-ROUNDS = 3  # how often everything is measured, in turn. The lower quartile counts: other programs can only add seconds.
+ROUNDS = 3  # how often everything is measured, in turn. The lower quartile counts: other programs can only add seconds
 LONGEST_PACK_S = 1.2  # packs grow until one takes about this long, on each of the two copies
 _PACK_SHARE = 0.015  # the longest pack's share of the given seconds; about fifty packs run
 _FIRST_PACK = 256

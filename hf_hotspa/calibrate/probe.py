@@ -150,14 +150,8 @@ def measure_exchanges(
 ) -> tuple[ExchangeSample, ...]:
     """Measures both exchanges in two sizes: the slowest rank's seconds in the fastest of a few runs. Collective.
 
-    If ranks share cores, a rank's share of the seconds counts, as on its own core: the time model adds them up.
-
-    Args:
-        groups: Makes and keeps the cp groups.
-        layouts: Strategies of the complete world with cp above 1.
-
-    Returns:
-        Four samples for each layout, the same on every rank.
+    If ranks share cores, a rank's share of the seconds counts, as on its own core: the time model adds them up. There
+    are four samples for each layout, a strategy of the complete world with cp above 1; the same on every rank.
     """
     samples = []
     for layout in layouts:
@@ -219,11 +213,8 @@ def small_copy(
 ) -> PreTrainedModel:
     """Makes a model of `num_layers` layers with the config's widths and random weights, equal on all ranks.
 
-    Does not change torch's random state. Weights repeat one block: drawing billions of numbers takes minutes.
-
-    Args:
-        config: The config of the complete model; not changed.
-        device: The CPU if None. On the meta device weights are not allocated.
+    Does not change the config or torch's random state. Weights repeat one block: drawing billions of numbers takes
+    minutes. `device`: the CPU if None. On the meta device weights are not allocated.
     """
     small = copy.deepcopy(config)
     if hasattr(small, "quantization_config"):  # products of the compute dtype are measured
@@ -439,10 +430,8 @@ def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
     """Returns packs that determine a, b and c: three single sequences, two packs of shorter ones, and longer sequences.
 
     The longer sequences are for one copy: kernels work in blocks, and quadratic cost shows only in long sequences.
-
-    Args:
-        longest: Tokens of the longest pack before the longer sequences.
-        last: Tokens of the last sequence, if longer than `longest`; one of `4 * longest` precedes a longer one.
+    `longest` and `last`: tokens of the longest pack before these, and of the last of them, which is there if it is
+    longer than `longest`; one of `4 * longest` precedes a longer one.
     """
     middle, short = max(1, longest // 4), max(1, longest // 16)
     packs = (short,), (middle,), (longest,), (short,) * (middle // short), (middle,) * (longest // middle)
@@ -458,7 +447,9 @@ def repetitions(lengths: Sequence[int], longest: int) -> int:
 # -- seconds of packs, of switches and of pipelines ----------------------------------------------------------------
 
 _PIPELINED = 2  # packs of a replica without stages in the comparison with pipelines, which run twice as many
+
 _WARM_UP_PACKS = 2  # packs of each copy in the warm-up round; the first packs are short and fast
+
 _GRADIENT_BYTES = 4
 
 _MOST_IDLE = 1.5
@@ -479,11 +470,8 @@ def time_packs(
 ) -> Timing:
     """Measures packs and switches. Collective.
 
-    Seconds of a pack are by the slowest rank's clock; core time if ranks share cores (`_on_shared_cores`).
-
-    Args:
-        probes: One for each copy of the model; the last has the most layers.
-        packs: The packs of each copy.
+    Seconds of a pack are by the slowest rank's clock; core time if ranks share cores (`_on_shared_cores`). `probes` and
+    `packs`: of each copy of the model; the last has the most layers.
     """
     share, rounds = measuring.share, measuring.rounds
     longest = max(map(max, packs[-1]))
@@ -556,11 +544,8 @@ def _on_shared_cores(clock: Tensor, on_core: Tensor, share: float) -> Tensor:
 
     The cost is the core time of a rank's threads, which excludes waiting for a core. But ranks of a tensor-parallel
     group also leave cores idle while they wait for each other. The fastest round by the clock shows this, and it counts
-    up to a limit.
-
-    Args:
-        clock: Seconds by the clock of the slowest rank, [rounds, measurements].
-        on_core: Core time, mean over ranks, [rounds, measurements].
+    up to a limit. Both are [rounds, measurements]: seconds by the clock of the slowest rank, and the mean over ranks of
+    core time.
     """
     cost = _lower_quartile(on_core)
     return torch.maximum(cost, torch.minimum(clock.amin(0) * share, _MOST_IDLE * cost))
@@ -618,10 +603,8 @@ def kinds_of_layers(model: nn.Module, description: ModelDescription) -> tuple[tu
     """Groups the indices of decoder layers by kind, in order of first appearance.
 
     Layers are of one kind if their modules, module settings (a window, a number of heads) and parameter shapes are
-    equal. Returns no kinds for models without pipeline support, which do not need them.
-
-    Args:
-        model: The complete model; may be on the meta device.
+    equal. Returns no kinds for models without pipeline support, which do not need them. The complete model may be on
+    the meta device.
     """
     shape = description.shape
     if shape.num_layers < 2 or Strategy(pp=shape.num_layers).unsupported_reason(shape) is not None:

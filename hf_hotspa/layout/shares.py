@@ -97,14 +97,9 @@ def cut_columns(columns: int, beside: int, step_times: tuple[int, ...]) -> tuple
     """Cuts columns to minimise `max over ranks of step_time * (beside + columns)`, in steps that suit matrix products.
 
     Assigns steps one by one to the rank that would finish first with it, which is optimal for a maximum of increasing
-    times. Each rank has at least one step. Ranks with equal relative step times differ by at most one.
-
-    Args:
-        beside: Fixed work of each rank, in columns.
-        step_times: Relative step time of each rank, see `USUAL_STEP_TIME`.
-
-    Returns:
-        The ends of the shares, starting with 0; empty with fewer columns than ranks.
+    times. Each rank has at least one step. Ranks with equal relative step times differ by at most one. `beside` is the
+    fixed work of each rank, in columns. Returns the ends of the shares, starting with 0; none for fewer columns than
+    ranks.
     """
     ranks, step = len(step_times), _LARGEST_STEP
     while step > 1 and (columns % step or columns < _LEAST_STEPS * step * ranks):

@@ -137,16 +137,9 @@ def nested_orders(
     exact score starts from the identity and from the reversals. Ties: the most identities. Replicated key/value heads
     change nothing: they are also cut by shard index.
 
-    Args:
-        strategies: The pool, with one world size. Existing shard orders are ignored.
-        layer_sizes: Relative sizes.
-        costs: The costs of the stage partition.
-
-    Returns:
-        The argument of `Strategy.ordered` for each strategy: the shard of each tp coordinate; empty for the identity.
-
-    Raises:
-        StrategyError: a strategy has more stages than there are layers.
+    The strategies have one world size; their existing shard orders are ignored. Layer sizes are relative. Returns the
+    argument of `Strategy.ordered` for each: the shard of each tp coordinate; empty for the identity. Raises
+    `StrategyError`: a strategy has more stages than there are layers.
     """
     degrees = sorted({s.tp for s in strategies})
     candidates = {tp: [tuple(range(tp)), *_digit_reversals(tp)] for tp in degrees}

@@ -54,12 +54,10 @@ class GradientDtypes:
         return _BF16 if self.wire == BF16 else master_dtype(dtype)
 
 
-IN_FP32 = GradientDtypes()
-"""The default: gradients keep the precision of the masters."""
+IN_FP32 = GradientDtypes()  # the default: gradients keep the precision of the masters
 
 
-EMBEDDING, HEAD = -1, -2
-"""Unit numbers of embedding and head; layer i is unit i."""
+EMBEDDING, HEAD = -1, -2  # unit numbers of embedding and head; layer i is unit i
 
 
 @dataclass(frozen=True)

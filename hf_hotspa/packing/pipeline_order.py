@@ -55,8 +55,7 @@ SCHEDULES = ("auto", "own", "1f1b", "gpipe")
 """`own`: our 1F1B, for packs of any sizes; `auto` is the same. `1f1b`, `gpipe`: the schedules of
 `torch.distributed.pipelining`, which pad packs to one size. With `+v2` both `own` and `1f1b` are interleaved."""
 
-Operation = tuple[int, bool]
-"""A pack (or chunk of one), and whether the pass is backward."""
+Operation = tuple[int, bool]  # a pack (or chunk of one), and whether the pass is backward
 
 
 def runs_chunks(schedule: str) -> bool:
@@ -103,8 +102,7 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
     stage has begun one less.
 
     A stage runs all of a chain before its first backward pass, and at least one forward pass for each backward pass: no
-    stage is more than one pass ahead of the next, so blocking sends do not wait for each other. `depth`: see
-    `Passes.depth`.
+    stage is more than one pass ahead of the next, so blocking sends do not wait for each other. See `Passes.depth`.
     """
     aheads: list[int] = []
     most = 0
@@ -224,12 +222,9 @@ def most_packs(
 ) -> int | None:
     """Returns the most units that a stage, counted from 0, holds at a time without a token limit; None for any number.
 
-    A rank with several stages holds a pack on some of them only: it counts by their share, rounded up.
-
-    Args:
-        num_packs: Units of a replica; None for any number.
-        chain: Units of the longest chain.
-        rounds: Stages on each rank. If above 1, `stage` is the rank, of `num_stages`.
+    `num_packs`: units of a replica; None for any number. `chain`: units of the longest chain. `rounds`: stages on each
+    rank; if above 1, `stage` is the rank, of `num_stages`. Such a rank holds a pack on some of its stages only: it counts
+    by their share, rounded up.
     """
     if rounds > 1:  # see `interleaved_order`: no group is larger than 2 p - 1
         passes = 2 * (num_stages - 1 - stage) + (rounds - 1) * (2 * num_stages - 1) + chain
@@ -241,8 +236,7 @@ def most_packs(
     return most if num_packs is None else min(most, num_packs)
 
 
-_BACKWARD = 2
-"""Time of a backward pass in forward passes, in the model that decides the order."""
+_BACKWARD = 2  # time of a backward pass in forward passes, in the model that decides the order
 
 
 class Turn(NamedTuple):
@@ -306,8 +300,7 @@ def _order(
     return tuple(best.turns)
 
 
-_Group = list[int]
-"""The units of each chain of a group."""
+_Group = list[int]  # the units of each chain of a group
 
 
 def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int | None) -> bool:
@@ -511,8 +504,7 @@ class Pass:
     replicas: tuple[int, ...]
 
 
-Beat = tuple[Pass, ...]
-"""Passes of different stages that run at the same time."""
+Beat = tuple[Pass, ...]  # passes of different stages that run at the same time
 
 
 def pack_lengths(phase: PhasePlan) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -147,6 +147,7 @@ def _check_owners(pieces: Pieces, base: int, sources: Sequence[Layout], target: 
 # wins.
 
 EXACT_PHASES = 8  # the most phases with an optimal order; beyond that, a local optimum
+
 _TOLERANCE = 1e-9
 
 
@@ -155,9 +156,10 @@ def order_phases(first_cost: Sequence[float], switch_cost: Sequence[Sequence[flo
 
     Up to `EXACT_PHASES` phases by Held-Karp dynamic programming; the lexicographically smallest order among equals.
     Beyond that, the best of several starts (the given order, and the nearest neighbour from each phase), each improved
-    by moving one phase or reversing a stretch until nothing helps; never worse than the given order. `first_cost`: cost
-    of starting with each phase. `switch_cost`: `switch_cost[a][b]` is the cost of running phase b right after phase a;
-    the diagonal is not read. Raises `PlanError`: the matrix is not square, or a cost is negative or not finite.
+    by moving one phase or reversing a stretch until nothing helps; never worse than the given order.
+
+    `switch_cost[a][b]` is the cost of running phase b right after phase a; the diagonal is not read. Raises `PlanError`:
+    the matrix is not square, or a cost is negative or not finite.
     """
     count = len(first_cost)
     if len(switch_cost) != count or any(len(row) != count for row in switch_cost):
@@ -202,20 +204,15 @@ def _cost(order: Sequence[int], first_cost: Sequence[float], switch_cost: Sequen
 
 
 def _improved(first_cost: Sequence[float], switch_cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    count = len(first_cost)
-    best = list(range(count))
-    best_cost = math.inf
-    for start in (None, *range(count)):
-        order = list(range(count)) if start is None else _nearest_neighbours(start, switch_cost)
+    given = list(range(len(first_cost)))
+    best, best_cost = given, math.inf
+    for order in (given, *(_nearest_neighbours(start, switch_cost) for start in given)):
         cost = _cost(order, first_cost, switch_cost)
         while True:
-            nearest = min(
-                ((_cost(near, first_cost, switch_cost), near) for near in _neighbours(order)),
-                key=lambda candidate: candidate[0],
-            )
-            if nearest[0] >= cost * (1 - _TOLERANCE):
+            near = min(_neighbours(order), key=lambda near: _cost(near, first_cost, switch_cost))
+            if (near_cost := _cost(near, first_cost, switch_cost)) >= cost * (1 - _TOLERANCE):
                 break
-            cost, order = nearest
+            cost, order = near_cost, near
         if cost < best_cost * (1 - _TOLERANCE):
             best_cost, best = cost, order
     return tuple(best)

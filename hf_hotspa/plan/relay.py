@@ -35,12 +35,13 @@ _Ranks = tuple[int, ...]
 _Amounts = dict[_Ranks, float]  # bytes of each set of ranks (or nodes) that may send or get them
 _Parts = dict[_Ranks, dict[int, float]]  # how they are split over the ranks
 SHARE_ALIGNMENT = 64  # shares of a stream of pieces begin on multiples of this many elements
+
 _Landings = dict[tuple[int, _Ranks], int]  # the number of each `(node, its needers)`, by first appearance
 
 TOLERANCE = 0.01
 """A NIC this much busier than its fair share is left alone: relaying so little costs a message and gains nothing."""
 MOST_SWEEPS = 40  # the most rounds of water-filling; regular layouts converge in two or three
-_SETTLED = 1e-3  # water-filling ends when a round moves a smaller fraction of the bytes
+_SETTLED = 1e-3  # Water-filling ends when a round moves a smaller fraction of the bytes
 _BISECTIONS = 30  # halvings of the interval when a level is searched
 _LEAST_SHARE = 1e-6  # a smaller share is rounding noise, and dropped
 
@@ -213,8 +214,7 @@ def landing_shares(
     NIC. Only what would load a NIC over the node's even share (by more than 1 %) lands on neighbours with capacity
     left: nothing is forwarded if every device receives its own part. If the node shares its NICs, only needers land,
     balanced by what they forward. If forwarding would still make an intra-node port the bottleneck, the split is
-    improved over both ports of all devices. `pulls`: what moves inside nodes anyway. Relaying need not finish earlier.
-    Returns for each (node, needers) the landing ranks with their fractions.
+    improved over both ports of all devices. `pulls` move inside nodes anyway: relaying need not finish earlier.
     """
     by_node: dict[int, _Amounts] = {}
     for _, node, needers, num_bytes in demands:
@@ -254,12 +254,10 @@ def landing_shares(
 
 
 def sender_shares(
-    # what nodes lack, by the ranks that hold it; what several nodes lack counts for each
-    amounts: Mapping[_Ranks, float],
+    amounts: Mapping[_Ranks, float],  # what nodes lack, by the ranks that hold it; of several nodes, for each
     entering: Sequence[float],  # what each node lacks
     cluster: Cluster,
-    # what moves inside nodes anyway (pulls, forwards after landing). Relaying need not finish earlier.
-    background: PortLoads | None = None,
+    background: PortLoads | None = None,  # what moves inside nodes anyway: relaying need not finish earlier
     *,
     neighbours: bool = True,  # whether ranks other than owners may send, too
 ) -> dict[_Ranks, Shares]:
@@ -270,8 +268,7 @@ def sender_shares(
     exceeds the NICs of a node's owners is sent by neighbours with capacity left, which receive it beforehand, in equal
     parts from the owners of their node: a third hop. If nodes share their NICs, only owners send.
 
-    Destinations do not change the load of a sender's NIC: all are balanced together. Returns for each owner set its
-    sending ranks with their fractions.
+    Destinations do not change the load of a sender's NIC: all are balanced together.
     """
     if not amounts:
         return {}

@@ -45,7 +45,9 @@ PEERS_PER_ROUND = 32
 """The most peers that a rank sends to, or receives from, in one round: keeps batches of operations small."""
 
 MOST_OPERATIONS = 64  # the most operations of a rank in one round, if a route has several messages
+
 DIRECT_BYTES = 1 << 17  # the least bytes of a separate message: packing then costs more than one more operation
+
 DIRECT_LIMIT = 1 << 24  # the most bytes of one such message
 
 
@@ -53,15 +55,14 @@ def cut_rounds(
     plan: SwitchPlan,
     rank: int,
     wires: Sequence[Wire | None],  # how each segment travels; None only for segments that the plan does not move
-    # the most bytes that a rank packs, or unpacks, in one round. The window is this divided by the most peers of any
-    # rank.
+    # the most bytes that a rank packs, or unpacks, in one round. The window is this divided by the most peers of any rank
     round_bytes: int,
     # segments are fused until the busiest rank sends or receives more in a group; None: one group
     group_bytes: int | None = None,
     native: Collection[int] = (),  # the source stores of a load with the wire's dtype on every rank, as in the target
 ) -> Schedule:
-    """Cuts one rank's part of a plan into rounds. Raises `PlanError`: no wire dtype is given for a segment that the
-    plan moves. Raises `HotspaConfigError`: a round is too small for its peers."""
+    """Cuts one rank's part of a plan into rounds. Raises `PlanError`: no wire dtype is given for a segment that the plan
+    moves. Raises `HotspaConfigError`: a round is too small for its peers."""
     return _Cutter(plan, rank, wires, round_bytes, native).cut(group_bytes)
 
 

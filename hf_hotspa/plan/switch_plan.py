@@ -98,6 +98,7 @@ def adjoint(table: Numbers) -> Numbers:
 
 
 WINDOW_ALIGNMENT = 16  # windows and segments start on multiples of this many bytes: no element spans two windows
+
 RELAY_SLOTS = 3  # groups that may use relay buffers at one time: one landing, one forwarded, one between
 
 
@@ -257,6 +258,7 @@ def node_bandwidths(cluster: Cluster) -> list[float]:
 
 
 INTRA, INTER, ANY = "intra", "inter", "any"  # links of a hop: inside nodes, between nodes, or both
+
 _INVERSE = "inverse of "
 
 
@@ -337,9 +339,8 @@ def prove(plan: SwitchPlan, source: Layout | Sequence[Layout], target: Layout) -
     """Proves a plan against its layouts.
 
     Every rank has what it sends at that offset when the hop begins; every destination has it at the offset of its
-    receive; and each needed element (load) or contribution (gradient return) is delivered exactly once. `source`: one
-    layout, or two for a plan with a second source. Raises `PlanError`: naming the first transfer, rank or interval that
-    is wrong.
+    receive; and each needed element (load) or contribution (gradient return) is delivered exactly once. Raises
+    `PlanError`: naming the first transfer, rank or interval that is wrong.
     """
     sources = [source] if isinstance(source, Layout) else list(source)
     worlds = [plan.world_size, *(source.world_size for source in sources), target.world_size]

@@ -41,33 +41,20 @@ def make_auto_plan(
     cost: CostModel,
     *,
     mini_batch_size: int,
-    limit_bytes: float | None,
-    limit_source: str = "",
-    longest: int | None = None,
-    policy: str = "error",
+    limit_bytes: float | None,  # memory of a device for this program; None for no limit
+    limit_source: str = "",  # its origin, in words
+    longest: int
+    | None = None,  # tokens that must fit; None: of the longest row, or with a policy what model and memory allow
+    policy: str = "error",  # one of `OVERLONG_POLICIES`
     most_tokens: Mapping[Strategy, int] | None = None,
-    evaluated: Sequence[SequenceTable] = (),
-    sampled: bool = False,
-    near: float = 0.0,
-    beside: Sequence[Strategy] = (),
-    **options: Any,
+    evaluated: Sequence[SequenceTable] = (),  # the scans of evaluation sets: their longest rows must fit, too
+    sampled: bool = False,  # whether longer rows than the scanned ones may come: all that model and memory allow must fit
+    near: float = 0.0,  # up to how much slower other plans are raced, as a share (`Plan.raced`)
+    beside: Sequence[Strategy] = (),  # strategies that share the arena
+    **options: Any,  # as for `offers.choose`
 ) -> Plan:
-    """Plans a run.
-
-    Args:
-        limit_bytes: Memory of a device for this program; None for no limit. `limit_source` names its origin.
-        longest: Tokens that must fit. None: of the longest row, or with a policy what model and memory allow.
-        policy: One of `OVERLONG_POLICIES`.
-        evaluated: The scans of evaluation sets: their longest rows must fit, too.
-        sampled: Whether longer rows than the scanned ones may come: all that model and memory allow must fit.
-        near: Up to how much slower other plans are raced, as a share (`Plan.raced`); none if 0.
-        beside: Strategies that share the arena.
-        options: As for `offers.choose`.
-
-    Raises:
-        DataError: there is nothing to train on.
-        OverlongError, DeviceMemoryError: see `longest_wanted`; no strategy holds the longest sequence.
-    """
+    """Plans a run. Raises `DataError`: there is nothing to train on. Raises `OverlongError`, `DeviceMemoryError`: see
+    `longest_wanted`; no strategy holds the longest sequence."""
     arena = max(map(cost.memory.arena_bytes, beside), default=0)
     capacities = Capacities(cost.memory, limit_bytes, most_tokens or {}, arena)
     most = max(map(capacities.tokens, strategies))

@@ -105,10 +105,7 @@ class LengthTable:
         sequence of more than half the capacity); their number follows `packing.bucketing`. A pipeline takes its slowest
         stage once for each pack and the others once. If ranks share cores, no phase is shorter than its work on all of
         them. Infinite for empty ranges (low edge not below high) and lengths above both the capacity and the longest
-        sequence.
-
-        Args:
-            sizes: `(capacity, longest sequence)` of each pack size.
+        sequence. `sizes`: `(capacity, longest sequence)` of each pack size.
         """
         key = time.kind(strategy), tuple(sizes)
         if key not in self._known:

@@ -30,13 +30,9 @@ def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partit
     different strategies; memory and time grow with the number of strategies to the power `max_phases`, up to
     `EXACT_RANGES`. Beyond, only the choices nearest to the best at any edge are extended: a heuristic.
 
-    Args:
-        costs: [strategies, edges, edges]: seconds of running the lengths between two edges; infinite if impossible.
-        keep: Choices of strategies kept for each number of ranges.
-
-    Returns:
-        Finite ones, cheapest first; ties in the order of strategies and edges. The first is the overall best; the
-        others use only strategies that the first might have used (`_useful`).
+    `costs`: [strategies, edges, edges], seconds of running the lengths between two edges; infinite if impossible. Ties
+    go in the order of strategies and edges. The first is the overall best; the others use only strategies that the
+    first might have used (`_useful`).
     """
     useful = _useful(costs, max_phases)
     partitions = _best(costs[useful], max_phases, keep)
