@@ -47,7 +47,6 @@ from hf_hotspa.whole_file import write_whole
 USAGE_ERROR = 2
 TRAIN = "train"
 _MACHINES = "such as h100-80g, l40s or 4090 (`hf-hotspa hardware` lists them), or a YAML or JSON file"
-
 _GPUS = "8xh100-80g or, of four nodes, 4x8xh100-80g: --nodes and --hardware in one"
 
 
@@ -337,8 +336,8 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. `argv`: the arguments; None for the process's. Returns the exit code: 0; 2 when the input is
-    wrong or does not fit; 1 when `verify` finds a damaged checkpoint."""
+    """Runs the command for some arguments (None: the process's). Returns the exit code: 0; 2 when the input is wrong or
+    does not fit; 1 when `verify` finds a damaged checkpoint."""
     words = sys.argv[1:] if argv is None else list(argv)
     if not words:
         print(OVERVIEW, end="")

@@ -65,14 +65,12 @@ from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.versions import version_of
 
 logger = logging.getLogger(__name__)
-
 ROUNDS = 3  # how often everything is measured, in turn. The lower quartile counts: other programs can only add seconds
 LONGEST_PACK_S = 1.2  # packs grow until one takes about this long, on each of the two copies
 _PACK_SHARE = 0.015  # the longest pack's share of the given seconds; about fifty packs run
 _FIRST_PACK = 256
 _LARGEST_PACK = 16384
 _TIMEOUT = timedelta(minutes=10)
-
 Progress = Callable[[str], None]
 
 
@@ -94,10 +92,7 @@ def calibrate(
     | None = None,  # a frozen base, of which only added weights are trained; None if the model is trained
 ) -> Calibration:
     """Measures a model, or reads an earlier calibration from the cache; equal on all ranks. Collective; takes seconds.
-
-    Raises:
-        HotspaError: on every rank: the model cannot be laid out, a cached file is broken, ranks differ, or one failed.
-    """
+    Raises `HotspaError` on every rank: the model cannot be laid out, a file is broken, ranks differ, or one failed."""
     started = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     groups = ProcessGroups(rank, world_size, device or default_device(), _TIMEOUT)

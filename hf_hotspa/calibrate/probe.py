@@ -113,16 +113,10 @@ def measure_hop(transport: ProcessGroupTransport, apart: int, token_bytes: int, 
     buffer = torch.zeros(max(_TOKENS) * token_bytes, dtype=torch.uint8, device=measuring.device)
 
     def there_and_back(count: int) -> None:
-        message = buffer[: count * token_bytes]
-        if transport.rank == 0:
-            transport.send(message, apart, 0)
-            transport.start().wait()
-            transport.recv(message, apart, 1)
-            transport.start().wait()
-        elif transport.rank == apart:
-            transport.recv(message, 0, 0)
-            transport.start().wait()
-            transport.send(message, 0, 1)
+        message, is_first = buffer[: count * token_bytes], transport.rank == 0
+        for channel in (0, 1) if transport.rank in (0, apart) else ():
+            move = transport.send if is_first == (channel == 0) else transport.recv
+            move(message, apart if is_first else 0, channel)
             transport.start().wait()
 
     taken = [float(measuring.repeated(partial(there_and_back, n))[0].min()) / 2 for n in _TOKENS]
@@ -197,13 +191,10 @@ def layer_counts(config: PreTrainedConfig) -> tuple[int, int]:
     text = config.get_text_config()
     total: int = text.num_hidden_layers
     kinds = list(getattr(text, "layer_types", None) or [])
-    for period in range(2, min(_WIDEST_PATTERN, total // 2) + 1):
-        if (
-            len(set(kinds)) > 1
-            and len(kinds) == total
-            and all(a == b for a, b in zip(kinds, kinds[period:], strict=False))
-        ):
-            return period, 2 * period
+    if len(set(kinds)) > 1 and len(kinds) == total:
+        for period in range(2, min(_WIDEST_PATTERN, total // 2) + 1):
+            if kinds[period:] == kinds[:-period]:
+                return period, 2 * period
     wide = _MANY_WEIGHTS / (12 * text.hidden_size**2)  # a usual layer has 12 h^2 weights
     return 1, min(max(2, total), max(3, min(_MOST_LAYERS, int(wide))))
 
@@ -377,12 +368,8 @@ class Probe:
         engines = dict.fromkeys([*self.strategies.values(), *([self.pipeline] if self.pipeline else []), *others])
         # bucket lengths do not matter: packs go directly to the phases
         buckets = [Bucket(s, edge, edge, edge - 1) for edge, s in enumerate(engines, 1)]
-        self.engine = HotSPaEngine(
-            model,
-            buckets,
-            EngineOptions(compute_dtype=compute_dtype, overlap_load=False, overlap_return=False),
-            device=measuring.device,
-        )
+        options = EngineOptions(compute_dtype=compute_dtype, overlap_load=False, overlap_return=False)
+        self.engine = HotSPaEngine(model, buckets, options, device=measuring.device)
         self._measuring = measuring
         self._packs: dict[tuple[int, ...], MicroBatch] = {}
 
@@ -447,11 +434,8 @@ def repetitions(lengths: Sequence[int], longest: int) -> int:
 # -- seconds of packs, of switches and of pipelines ----------------------------------------------------------------
 
 _PIPELINED = 2  # packs of a replica without stages in the comparison with pipelines, which run twice as many
-
 _WARM_UP_PACKS = 2  # packs of each copy in the warm-up round; the first packs are short and fast
-
 _GRADIENT_BYTES = 4
-
 _MOST_IDLE = 1.5
 """Largest factor of waiting for other ranks on the cost of packs on shared cores; more is due to other programs."""
 
@@ -583,10 +567,10 @@ def time_phases(
             values += [probe.run_phase(strategy, packs) for packs in mine]
             probe.return_gradients(strategy)
         measured.append(values)
-    slowest = torch.stack([measuring.agreement.gather(values) for values in measured[1:]]).amax(
-        1
-    )  # [round, measurement]
-    seconds = iter(slowest.amin(0).tolist())
+    gathered = torch.stack(
+        [measuring.agreement.gather(values) for values in measured[1:]]
+    )  # [round, rank, measurement]
+    seconds = iter(gathered.amax(1).amin(0).tolist())
     return tuple(
         PhaseSample(str(s), probe.num_layers, packs, next(seconds)) for s, mine in works.items() for packs in mine
     )
@@ -618,7 +602,7 @@ def kinds_of_layers(model: nn.Module, description: ModelDescription) -> tuple[tu
 
 def _signature(layer: nn.Module) -> Hashable:
     modules = tuple((name, type(module).__name__, _settings(module)) for name, module in layer.named_modules())
-    return modules, tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    return modules, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
 def _settings(module: nn.Module) -> Hashable:
@@ -650,13 +634,11 @@ class _Layer:
     def prepare(self) -> None:
         """Allocates weights, and records the arguments of the layer's call. `release` frees both."""
         replica, device = self._replica, self._replica.device
-        room = [0] * len(self._dtypes)
-        for slot in replica.slots:
-            room[slot.segment] = max(room[slot.segment], slot.offset + slot.numel)
-        weights = [
-            torch.full((n,), _WEIGHT, dtype=d, device=device) for n, (d, _) in zip(room, self._dtypes, strict=True)
-        ]
-        gradients = [torch.zeros(n, dtype=d, device=device) for n, (_, d) in zip(room, self._dtypes, strict=True)]
+        weights, gradients = list[Tensor](), list[Tensor]()
+        for segment, (dtype, of_gradients) in enumerate(self._dtypes):
+            numel = max((s.offset + s.numel for s in replica.slots if s.segment == segment), default=0)
+            weights.append(torch.full((numel,), _WEIGHT, dtype=dtype, device=device))
+            gradients.append(torch.zeros(numel, dtype=of_gradients, device=device))
         replica.bind(weights, gradients)
         block = random_block()
         with torch.no_grad():

@@ -52,9 +52,7 @@ class StageCosts:
         m) = min over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, with C_i
         the cost of sending the hidden state after layer i. Ties: the smallest sum of squared stage costs, then the
         earliest cut points. Each stage gets at least one layer. A stage's cost is multiplied by its relative step time.
-
-        Raises:
-            StrategyError: more stages than layers.
+        Raises `StrategyError`: more stages than layers.
         """
         if not 1 <= num_stages <= len(self.layers):
             raise StrategyError(
@@ -121,7 +119,6 @@ def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
 
 Order = tuple[int, ...]
 _Table = npt.NDArray[np.int64]
-
 _MOST_ORDERS = 64  # digit orders tried for one degree
 _FINEST_WEIGHT = 1000  # layer weights are rounded to this many steps of the heaviest, so that scores fit 64 bits easily
 

@@ -434,9 +434,9 @@ def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool 
 def cut_rows(
     rows: abc.Iterable[int], table: SequenceTable, longest: int, policy: str = "error"
 ) -> tuple[list[Sequence], dict[str, int]]:
-    """Turns rows into sequences of at most `longest` tokens. `rows`: in the order of the mini-batch. `longest`: the
-    longest bucket. Returns the sequences, in the order of the rows, and the counters of `MiniBatchPlan` by name. Raises
-    `HotspaConfigError`: unknown policy. Raises `OverlongError`: policy `error` and a row over the limit."""
+    """Turns rows into sequences of at most `longest` tokens, the longest bucket's. Returns the sequences, in the order of
+    the rows, and the counters of `MiniBatchPlan` by name. Raises `HotspaConfigError`: unknown policy. Raises
+    `OverlongError`: policy `error` and a row over the limit."""
     if policy not in OVERLONG_POLICIES:
         check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
     rows = list(rows)
@@ -452,8 +452,7 @@ def cut_rows(
         for first, end in table.documents(row) if packed else ((0, row_length),):
             length = end - first
             if length <= longest:
-                whole = length == row_length
-                num_labels = row_labels if whole else table.num_labels(row, first, end)
+                num_labels = row_labels if length == row_length else table.num_labels(row, first, end)
                 sequences.append(Sequence(row, first, end, num_labels))
             elif policy == "error":
                 raise _overlong(row, length, longest, "no bucket takes it", f"{_GIVEN} (under auto: {_AUTO})")
@@ -483,8 +482,7 @@ def plan_mini_batch(
     """Plans one mini-batch. Pure: the same arguments give the same plan on every rank.
 
     A sequence goes to the shortest bucket that takes it; a bucket's sequences stay in their order. Raises
-    `HotspaConfigError`: no bucket, or an unknown policy. Raises `OverlongError`: policy `error` and a row over the
-    limit.
+    `HotspaConfigError`: no bucket, or an unknown policy. Raises `OverlongError`: policy `error` and a row over the limit.
     """
     if not buckets:
         raise HotspaConfigError("there is no bucket", fix="name at least one, such as dp1:2048")

@@ -147,7 +147,6 @@ def _check_owners(pieces: Pieces, base: int, sources: Sequence[Layout], target: 
 # wins.
 
 EXACT_PHASES = 8  # the most phases with an optimal order; beyond that, a local optimum
-
 _TOLERANCE = 1e-9
 
 

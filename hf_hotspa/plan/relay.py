@@ -29,15 +29,12 @@ from hf_hotspa.plan.direct import Pieces
 from hf_hotspa.plan.switch_plan import RELAY, TARGET, PortLoads, SegmentPlan, canonical, nic_bandwidth, node_bandwidths
 
 K = TypeVar("K")
-
 Shares = tuple[tuple[int, float], ...]  # ranks and their fractions, by rank; their sum is 1
 _Ranks = tuple[int, ...]
 _Amounts = dict[_Ranks, float]  # bytes of each set of ranks (or nodes) that may send or get them
 _Parts = dict[_Ranks, dict[int, float]]  # how they are split over the ranks
 SHARE_ALIGNMENT = 64  # shares of a stream of pieces begin on multiples of this many elements
-
 _Landings = dict[tuple[int, _Ranks], int]  # the number of each `(node, its needers)`, by first appearance
-
 TOLERANCE = 0.01
 """A NIC this much busier than its fair share is left alone: relaying so little costs a message and gains nothing."""
 MOST_SWEEPS = 40  # the most rounds of water-filling; regular layouts converge in two or three

@@ -45,9 +45,7 @@ PEERS_PER_ROUND = 32
 """The most peers that a rank sends to, or receives from, in one round: keeps batches of operations small."""
 
 MOST_OPERATIONS = 64  # the most operations of a rank in one round, if a route has several messages
-
 DIRECT_BYTES = 1 << 17  # the least bytes of a separate message: packing then costs more than one more operation
-
 DIRECT_LIMIT = 1 << 24  # the most bytes of one such message
 
 

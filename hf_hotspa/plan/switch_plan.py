@@ -98,7 +98,6 @@ def adjoint(table: Numbers) -> Numbers:
 
 
 WINDOW_ALIGNMENT = 16  # windows and segments start on multiples of this many bytes: no element spans two windows
-
 RELAY_SLOTS = 3  # groups that may use relay buffers at one time: one landing, one forwarded, one between
 
 
@@ -258,7 +257,6 @@ def node_bandwidths(cluster: Cluster) -> list[float]:
 
 
 INTRA, INTER, ANY = "intra", "inter", "any"  # links of a hop: inside nodes, between nodes, or both
-
 _INVERSE = "inverse of "
 
 

@@ -27,7 +27,6 @@ from hf_hotspa.packing.pipeline_order import Beat
 from hf_hotspa.strategy import Strategy
 
 Room = int  # position of a unit in forward order. The segments of a unit lie one after the other
-
 N = TypeVar("N")
 
 

@@ -46,7 +46,6 @@ _ARGUMENTS = {
     3: 'fsdp="full_shard"',
 }
 _MASTER_BYTES = 4
-
 _Packs = Sequence[Sequence[Sequence[int]]]
 
 

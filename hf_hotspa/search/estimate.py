@@ -20,7 +20,6 @@ from hf_hotspa.packing.bucketing import MIN_PIPELINE_PACK_TOKENS, pack_sequences
 from hf_hotspa.strategy import Bucket, Strategy
 
 Array = npt.NDArray[np.float64]
-
 _AT_A_TIME = 1 << 14  # estimates computed at a time
 _ROUNDING = 1e-9  # rounding error of sums of seconds, as a share
 

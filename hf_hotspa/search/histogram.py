@@ -33,7 +33,6 @@ LONGEST = 32768  # the longest synthetic sequence, if the model has enough posit
 _SEQUENCES = 2048
 _MINI_BATCHES = 64  # lengths are drawn for so many sequences, or for so many mini-batches if these are small
 MOST_SEQUENCES = 1 << 14
-
 DISTRIBUTIONS = ("commoncrawl", "github", "uniform", "chat")
 """`commoncrawl`: log-normal, median 326, sigma 1.33. `github`: log-normal, median 1441, sigma 1.46. `uniform`: all
 lengths equally likely. `chat`: three quarters short turns around 180 tokens, a quarter long conversations around
@@ -46,10 +45,7 @@ def synthetic_lengths(name: str, count: int, longest: int = 32768, seed: int = 0
     """Draws lengths from a named distribution; lengths above `longest` are cut to it, as a tokenizer does.
 
     Draws are stratified (one from each of `count` equal slices of probability, in random order), so that a few hundred
-    lengths already have the distribution's shape.
-
-    Raises:
-        HotspaConfigError: no such distribution, or a number below 1.
+    lengths already have the distribution's shape. Raises `HotspaConfigError`: no such distribution, or a number below 1.
     """
     if name not in DISTRIBUTIONS:
         raise HotspaConfigError(
@@ -149,12 +145,9 @@ def read_lengths(
     positions: int | None,  # the model's, which limit synthetic lengths; None for no limit
     overlong: str = "error",  # the policy for longer ones, one of `bucketing.OVERLONG_POLICIES`
 ) -> tuple[list[int], int]:
-    """Returns the lengths to plan for, in random order, and the longest sequence that must fit.
-
-    Raises:
-        HotspaConfigError: no such distribution or file, an impossible size or policy, or the policy leaves nothing.
-        OverlongError: there are sequences longer than `longest`, and the policy is `error`.
-    """
+    """Returns the lengths to plan for, in random order, and the longest sequence that must fit. Raises
+    `HotspaConfigError`: no such distribution or file, an impossible size or policy, or the policy leaves nothing. Raises
+    `OverlongError`: there are sequences longer than `longest`, and the policy is `error`."""
     check_choice("the policy for over-long sequences", overlong, OVERLONG_POLICIES)
     if not 1 <= mini_batch_size <= MOST_SEQUENCES:
         raise HotspaConfigError(

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
-
 EXACT_RANGES, _MOST_CHOICES = 3, 500
 
 
