@@ -19,10 +19,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from hf_hotspa.layout.placement import stage_of_unit
-from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector
+from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterVector
 from hf_hotspa.packing.pipeline_order import Beat
 from hf_hotspa.strategy import Strategy
 
@@ -47,7 +48,8 @@ class Units:
     @cached_property
     def resident(self) -> tuple[int, ...]:
         """Segments with a weight that several units use."""
-        return tuple(s.index for s in self.vector.segments if any(map(_is_shared, self.vector.specs_of(s))))
+        vector = self.vector
+        return tuple(s.index for s in vector.segments if any(p.in_head or p.tied_names for p in vector.specs_of(s)))
 
     @cached_property
     def segments(self) -> dict[int, tuple[int, ...]]:
@@ -61,10 +63,8 @@ class Units:
     @cached_property
     def trained(self) -> dict[int, tuple[int, ...]]:
         """Trained streamed segments by unit, for units that have any."""
-        trained = {
-            unit: tuple(s for s in segments if self.vector.segments[s].trainable)
-            for unit, segments in self.segments.items()
-        }
+        of_vector = self.vector.segments
+        trained = {unit: tuple(s for s in own if of_vector[s].trainable) for unit, own in self.segments.items()}
         return {unit: segments for unit, segments in trained.items() if segments}
 
     def room(self, unit: int) -> Room:
@@ -77,8 +77,7 @@ class Units:
 
     def of_stage(self, strategy: Strategy, stage: int) -> tuple[int, ...]:
         """The units of a stage in forward order."""
-        layers = range(len(self.vector.layer_costs))
-        order = [EMBEDDING, *layers, HEAD]
+        order = [EMBEDDING, *range(len(self.vector.layer_costs)), HEAD]
         return tuple(u for u in order if u in self.segments and stage_of_unit(self.vector, strategy, u) == stage)
 
     def backward_of_stage(self, strategy: Strategy, stage: int) -> tuple[int, ...]:
@@ -98,14 +97,8 @@ class Units:
     def rooms(self, strategy: Strategy) -> "Rooms":
         """The shared memory of a strategy's weights and gradients."""
         none: tuple[Room | None, ...] = (None,) * len(self.vector.segments)
-        shared = tuple(
-            None if segment.index in self.resident else self.room(segment.unit) for segment in self.vector.segments
-        )
+        shared = tuple(None if s.index in self.resident else self.room(s.unit) for s in self.vector.segments)
         return Rooms(shared if strategy.z == 3 else none, shared if strategy.z else none)
-
-
-def _is_shared(spec: ParameterSpec) -> bool:
-    return spec.in_head or bool(spec.tied_names)
 
 
 @dataclass(frozen=True)
@@ -230,12 +223,10 @@ class _Stage:
 def make_program(units: Units, strategy: Strategy, beats: Sequence[Beat]) -> Program:
     """Makes the transfers of a phase with `+z2` (returns gradients) or `+z3` (loads weights, too)."""
     transfers: list[UnitTransfer] = []
-    stages = [
-        _Stage(
-            units, strategy, stage, [(p.is_backward, p.replicas) for beat in beats for p in beat if p.stage == stage]
-        )
-        for stage in range(strategy.pp)
-    ]
+    passes: list[list[tuple[bool, tuple[int, ...]]]] = [[] for _ in range(strategy.pp)]
+    for each in chain.from_iterable(beats):
+        passes[each.stage].append((each.is_backward, each.replicas))
+    stages = [_Stage(units, strategy, index, own) for index, own in enumerate(passes)]
     for stage in stages:
         stage.load_ahead(-1, transfers)
     at = [0] * strategy.pp  # finished visits

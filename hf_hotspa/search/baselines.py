@@ -35,7 +35,7 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.estimate import Evaluator, pack_choices, packed
 from hf_hotspa.search.offers import make_evaluator, sharing_layouts
-from hf_hotspa.search.search import mini_batches, search
+from hf_hotspa.search.search import search
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, parse_buckets
 
 STAGES = (1, 2, 3)
@@ -102,9 +102,8 @@ class DataParallel:
         (trained, frozen), sizes, optimizer = self._parameters, self.memory.sizes, self.memory.options.optimizer
 
         def states(weights: float = 0, gradients: float = 0, optimizer: float = 0, of: float = trained) -> float:
-            return model_state_bytes(
-                of, dp, stage, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer
-            )
+            each = {"weight_bytes": weights, "gradient_bytes": gradients, "optimizer_bytes": optimizer}
+            return model_state_bytes(of, dp, stage, **each)
 
         layer = sizes.layer_bytes / width  # codes and scales count as in `_parameters`
         ends = trained + frozen - sizes.shape.num_layers * layer
@@ -254,12 +253,10 @@ class Pricing:
             if limit is not None and need.total > limit:
                 why = f"{bucket} needs {size(need.total)} of a device, and the limit is {size(limit)}"
                 return Rival(name, buckets, None, why)
-        batches, weights = mini_batches(self.lengths, self.mini_batch_size, max(self.lengths))
-        switch, quadratic = self.cost.switch_seconds(strategies), self.cost.sizes.shape.quadratic_cost
-        evaluator = Evaluator(batches, self.cost.time, switch, quadratic, weights)
-        return Rival(
-            name, buckets, sum(evaluator.phase(b.strategy, b.low, b.longest, b.pack_tokens).seconds for b in buckets)
-        )
+        evaluator = make_evaluator(self.lengths, self.cost, self.mini_batch_size, max(self.lengths))
+        evaluator.switch.update(self.cost.switch_seconds(strategies))
+        phases = (evaluator.phase(b.strategy, b.low, b.longest, b.pack_tokens) for b in buckets)
+        return Rival(name, buckets, sum(phase.seconds for phase in phases))
 
     def written(self, text: str, world_size: int, schedule: str = "auto") -> Rival:
         """Prices strategies in the syntax of `hotspa_strategies`: buckets as they are, or names, for which the best
@@ -273,10 +270,8 @@ class Pricing:
         RunOptions(schedule).check(known, shape)
         for bucket in known:
             if not self.cost.time.knows(bucket.strategy):
-                raise HotspaConfigError(
-                    f"{bucket.strategy} was not measured",
-                    fix="calibrate it, or use --hardware instead of --calibration",
-                )
+                fix = "calibrate it, or use --hardware instead of --calibration"
+                raise HotspaConfigError(f"{bucket.strategy} was not measured", fix=fix)
         return self.buckets(text, known) if as_given else self.best(text, named, len(named))
 
 

@@ -99,9 +99,8 @@ class Selector:
         def seconds(phases: _Phases) -> float:
             return sum(self._cost(evaluator, phase).seconds for phase in phases)
 
-        singles: list[_Phases] = [
-            ((index, 0, batch[-1]),) for index, bucket in enumerate(self.pool) if bucket.capacity >= batch[-1]
-        ]
+        longest = batch[-1]
+        singles: list[_Phases] = [((i, 0, longest),) for i, b in enumerate(self.pool) if b.capacity >= longest]
         before = sorted({i for i, bucket in enumerate(self.pool) if bucket.strategy in set(previous)})
         candidates, again = self._candidates(batch, before)
         single_seconds = min(map(seconds, singles))
@@ -114,13 +113,8 @@ class Selector:
         if again is not None and not same and seconds(again) <= seconds(best) * (1 + self.margin):
             best, kept = again, True
         best = tuple(phase for phase in best if self._cost(evaluator, phase).num_packs)  # kept phases may have no work
-        return Selection(
-            self._buckets(best),
-            seconds(best),
-            sum(self._cost(evaluator, phase).switch_s for phase in best),
-            single_seconds,
-            kept,
-        )
+        switch_seconds = sum(self._cost(evaluator, phase).switch_s for phase in best)
+        return Selection(self._buckets(best), seconds(best), switch_seconds, single_seconds, kept)
 
     def _cost(self, evaluator: Evaluator, phase: tuple[int, int, int]) -> PhaseCost:
         index, low, high = phase
@@ -132,22 +126,17 @@ class Selector:
             return [], None
         edges = choose_edges([batch], [bucket.capacity for bucket in self.pool], batch[-1], _MOST_EDGES)
         table = LengthTable([batch], edges)
-        costs = np.stack(
-            [
-                table.phase_seconds(self.time, b.strategy, [(b.pack_tokens, b.capacity)], self.switch[b.strategy])
-                for b in self.pool
-            ]
-        )
-        candidates: list[_Phases] = [
-            tuple((index, edges[low], edges[high]) for index, low, high in partition.ranges)
-            for partition in best_partitions(costs, self.max_phases, keep=1)
-        ]
-        again: _Phases | None = None
-        if before:
-            for partition in best_partitions(costs[before], len(before), keep=1):
-                if len(partition.ranges) == len(before):
-                    again = tuple((before[index], edges[low], edges[high]) for index, low, high in partition.ranges)
-        return [phases for phases in candidates if len(phases) > 1], again
+        packs = [[(bucket.pack_tokens, bucket.capacity)] for bucket in self.pool]
+        of_pool = zip((bucket.strategy for bucket in self.pool), packs, strict=True)
+        costs = np.stack([table.phase_seconds(self.time, s, own, self.switch[s]) for s, own in of_pool])
+
+        def found(indices: Sequence[int], most: int) -> list[_Phases]:
+            partitions = best_partitions(costs[indices], most, keep=1)
+            return [tuple((indices[i], edges[low], edges[high]) for i, low, high in p.ranges) for p in partitions]
+
+        candidates = [phases for phases in found(range(len(self.pool)), self.max_phases) if len(phases) > 1]
+        again = (phases for phases in (found(before, len(before)) if before else ()) if len(phases) == len(before))
+        return candidates, next(again, None)
 
     def _buckets(self, phases: _Phases) -> tuple[Bucket, ...]:
         """The buckets with the edges of the phases.
@@ -166,9 +155,8 @@ def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: Mini
     for phase in plan.phases:
         strategy = phase.bucket.strategy
         packs = [[pack.lengths for pack in replica] for replica in phase.replicas]
-        seconds.append(
-            PhaseSeconds(strategy, time.phase_seconds(strategy, packs, phase.bucket.most_tokens), switch[strategy])
-        )
+        compute_s = time.phase_seconds(strategy, packs, phase.bucket.most_tokens)
+        seconds.append(PhaseSeconds(strategy, compute_s, switch[strategy]))
     return seconds
 
 
@@ -218,8 +206,7 @@ class PhaseChooser:
 
     def _entry(self, number: int) -> tuple[Factors, Selector]:
         known = self._in_force
-        last = next((entry for entry in reversed(known) if entry[0] <= number), known[0])
-        return last[1:]
+        return next((entry for entry in reversed(known) if entry[0] <= number), known[0])[1:]
 
     def predict(self, number: int, plan: MiniBatchPlan) -> list[PhaseSeconds]:
         """Predicts the seconds of a plan's phases, with the constants that chose mini-batch `number`."""

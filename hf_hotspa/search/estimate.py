@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -41,10 +42,8 @@ def packed(
     lengths: Sequence[int], strategy: Strategy, pack_tokens: int, quadratic_cost: float, longest: int
 ) -> list[list[list[int]]]:
     """Returns the lengths in each replica's packs, as the data pipeline makes them: `[replica][pack][sequence]`."""
-    dp, pp = strategy.dp, strategy.pp
-    replicas = pack_sequences(
-        lengths, capacity=pack_tokens, dp=dp, pp=pp, quadratic_cost=quadratic_cost, longest=longest
-    )
+    pack = partial(pack_sequences, lengths, capacity=pack_tokens, quadratic_cost=quadratic_cost, longest=longest)
+    replicas = pack(dp=strategy.dp, pp=strategy.pp)
     return [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
 
 
@@ -77,14 +76,10 @@ class LengthTable:
         self._longest_squares = self.longest**2
         self._most = max(map(max, self._sorted))
         self._at, size = at, max(map(len, self._sorted))
-        self._padded = np.stack(
-            [np.pad(lengths.astype(np.float64), (0, size - len(lengths))) for lengths in self._sorted]
-        )
+        self._padded = np.stack([np.pad(row.astype(np.float64), (0, size - len(row))) for row in self._sorted])
         # all mini-batches in one ascending array, each offset above the previous one
         self._apart = np.arange(len(batches))[:, None] * (self._most + 1)
-        self._joined = np.concatenate(
-            [lengths + apart for lengths, apart in zip(self._sorted, self._apart[:, 0], strict=True)]
-        )
+        self._joined = np.concatenate([row + apart for row, apart in zip(self._sorted, self._apart[:, 0], strict=True)])
         self._first = np.cumsum([0, *map(len, self._sorted[:-1])])[:, None]
         self._used = self.count > 0
         self._used_weight = self._weights @ self._used
@@ -145,9 +140,8 @@ class LengthTable:
             total = load(through)
             hop = time.hop(strategy)
             passing = 2 * (strategy.num_stages - 1) * (hop.latency_s + hop.token_s * tokens / packs / strategy.cp)
-            sooner = (
-                each if strategy.v == 1 else each * np.minimum(each, strategy.v)
-            )  # filled and drained, with several stages on a rank
+            # filled and drained, with several stages on a rank
+            sooner = each if strategy.v == 1 else each * np.minimum(each, strategy.v)
             seconds = slowest + (total - slowest) / sooner + passing
             full = int(np.searchsorted(capacities, self._most))
             if full:
@@ -179,11 +173,7 @@ class LengthTable:
 
 
 def _greatest(costs: Iterable[Cost]) -> list[Cost]:
-    return [
-        cost
-        for cost in costs
-        if not any(o != cost and o.a >= cost.a and o.b >= cost.b and o.c >= cost.c for o in costs)
-    ]
+    return [c for c in costs if not any(o != c and o.a >= c.a and o.b >= c.b and o.c >= c.c for o in costs)]
 
 
 @dataclass(frozen=True)
@@ -311,12 +301,9 @@ class Evaluator:
                 longer = min(max(first, bisect_right(batch, pack_tokens)), end)
                 packs = end - longer - (sums[longer] - sums[first]) // -pack_tokens
                 loads = {cost: cost.a * squares + cost.b * tokens + cost.c * packs for cost in costs}
-                busiest = max(loads.values()) / strategy.dp
-                busiest = max(
-                    busiest,
-                    sum(loads[cost] * times for cost, times in costs.items()) * strategy.tp * strategy.cp / slots,
-                )
-                if not strategy.cuts_packs and not shares:  # chunks of a sequence are on several stages at a time
+                everything = sum(loads[cost] * times for cost, times in costs.items())
+                busiest = max(max(loads.values()) / strategy.dp, everything * strategy.tp * strategy.cp / slots)
+                if not strategy.ck and not shares:  # chunks of a sequence are on several stages at a time
                     busiest = max(busiest, through.seconds(batch[end - 1] ** 2, batch[end - 1]))
                 least = max(busiest + once, -(-packs // strategy.dp) * moving)
                 bounds[index] = weight * (least + self._time.fixed_s)
