@@ -374,11 +374,7 @@ def _placement(layout: Layout, segment: int, base: int) -> tuple[Placement, int]
 
 
 def _shifted(placement: Placement, shift: int) -> Placement:
-    if shift == 0:
-        return placement
-    return Placement(
-        placement.ranks, placement.starts + shift, placement.stops + shift, placement.offsets, placement.sizes
-    )
+    return replace(placement, starts=placement.starts + shift, stops=placement.stops + shift)
 
 
 def _text(row: Numbers, segment: int, base: int, hop: int = 0) -> str:
@@ -393,14 +389,12 @@ def _check_rows(plan: SwitchPlan, table: Numbers, segment: int, base: int) -> No
         i = int(np.flatnonzero(bad)[0])
         what = "names a rank that does not exist or moves nothing"
         raise PlanError(f"plan {plan.name!r}: transfer {i} {what}", where=_text(table[i], segment, base))
-    keys = table[:, [SRC, DST, START]]
-    step = np.diff(keys, axis=0)
-    rises = (step[:, 0] > 0) | ((step[:, 0] == 0) & ((step[:, 1] > 0) | ((step[:, 1] == 0) & (step[:, 2] > 0))))
+    step = np.diff(table[:, [SRC, DST, START]], axis=0)
+    rises = step[np.arange(len(step)), (step != 0).argmax(1)] > 0  # where two rows differ first
     if not rises.all():
         i = int(np.flatnonzero(~rises)[0]) + 1
-        raise PlanError(
-            f"plan {plan.name!r}: transfer {i} is out of the canonical order", where=_text(table[i], segment, base)
-        )
+        what = "is out of the canonical order"
+        raise PlanError(f"plan {plan.name!r}: transfer {i} {what}", where=_text(table[i], segment, base))
 
 
 class _Proof:
@@ -427,8 +421,7 @@ class _Proof:
                 if store == TARGET:
                     self._check_placed(target, rows, DST, DST_OFFSET, hop, self._gets)
                 into.append(rows)
-            if not np.isin(table[:, DST_STORE], (RELAY, TARGET)).all():
-                row = table[~np.isin(table[:, DST_STORE], (RELAY, TARGET))][0]
+            for row in table[~np.isin(table[:, DST_STORE], (RELAY, TARGET))]:
                 raise self._error(row, hop, "writes into a source buffer")
             for store, into in arrived.items():
                 rows = np.concatenate(into)
@@ -444,28 +437,21 @@ class _Proof:
         """Checks that each row lies in one interval of its rank, at the matching offset."""
         if len(rows) == 0:
             return
-        span = 1 + max(int((rows[:, START] + rows[:, LENGTH]).max()), int(placement.stops.max(initial=0)))
-        lowest = min(0, int(rows[:, START].min()), int(placement.starts.min(initial=0)))
-        span -= lowest
-        index = np.searchsorted(
-            placement.ranks * span + placement.starts - lowest,
-            rows[:, end] * span + rows[:, START] - lowest,
-            side="right",
-        )
-        index -= 1
+        starts, stops = rows[:, START], rows[:, START] + rows[:, LENGTH]
+        lowest = min(0, int(starts.min()), int(placement.starts.min(initial=0)))
+        span = 1 + max(int(stops.max()), int(placement.stops.max(initial=0))) - lowest
+        held, asked = placement.ranks * span + placement.starts, rows[:, end] * span + starts
+        index = np.searchsorted(held - lowest, asked - lowest, side="right") - 1
         fits = index >= 0
         index = np.maximum(index, 0)
         if len(placement.ranks):
-            fits &= placement.ranks[index] == rows[:, end]
-            fits &= rows[:, START] + rows[:, LENGTH] <= placement.stops[index]
-            fits &= rows[:, at] - placement.offsets[index] == rows[:, START] - placement.starts[index]
-        if not fits.all():
-            row = rows[~fits][0]
+            fits &= (placement.ranks[index] == rows[:, end]) & (stops <= placement.stops[index])
+            fits &= rows[:, at] - placement.offsets[index] == starts - placement.starts[index]
+        for row in rows[~fits]:
             raise self._error(row, hop, f"{verb} what rank {row[end]} does not hold there")
 
     def _check_single(self, rows: Numbers, hop: int) -> None:
-        order = np.lexsort((rows[:, START], rows[:, DST]))
-        rows = rows[order]
+        rows = rows[np.lexsort((rows[:, START], rows[:, DST]))]
         twice = (rows[1:, DST] == rows[:-1, DST]) & (rows[1:, START] < rows[:-1, START] + rows[:-1, LENGTH])
         if twice.any():
             row = rows[1:][twice][0]

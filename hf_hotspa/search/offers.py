@@ -211,15 +211,19 @@ def sharing_layouts(
 ) -> list[list[Strategy]]:
     """Returns the strategies of each layout whose replicas share the packs of long rows, for the layouts that could be
     the fastest. As in Megatron and verl: without fully sharded strategies, chunks, or divided experts."""
-    layouts: dict[Strategy, list[Strategy]] = {}
-    for strategy in strategies:
-        if strategy.is_common and cost.time.knows(strategy):
-            whole = replace(strategy, dp=strategy.dp * strategy.cp, cp=1)
-            layouts.setdefault(whole, []).append(strategy)
+    layouts = _by_layout(s for s in strategies if s.is_common and cost.time.knows(s))
     able = [own for own in layouts.values() if len(own) > 1 and any(tokens(s) >= longest for s in own)]
     evaluator.switch.update(cost.switch_seconds(s for own in able for s in own))
     least = [min(evaluator.bound(s, 0, longest, longest, shares=True) for s in own) for own in able]
     return [able[index] for index in sorted(range(len(able)), key=least.__getitem__)[:_FAMILIES]]
+
+
+def _by_layout(strategies: Iterable[Strategy]) -> dict[Strategy, list[Strategy]]:
+    """The strategies that differ in cp and dp only, by the one without cp."""
+    layouts: dict[Strategy, list[Strategy]] = {}
+    for strategy in strategies:
+        layouts.setdefault(replace(strategy, dp=strategy.dp * strategy.cp, cp=1), []).append(strategy)
+    return layouts
 
 
 def that_pay(
@@ -237,12 +241,8 @@ def that_pay(
         return length * (1 + quadratic_cost * length)
 
     share = cost(longest) * len(lengths) / (sum(map(cost, lengths)) * mini_batch_size)
-    families: dict[Strategy, list[Strategy]] = {}
-    for strategy in strategies:
-        whole = replace(strategy, dp=strategy.dp * strategy.cp, cp=1)
-        families.setdefault(whole, []).append(strategy)
     kept = set[Strategy]()
-    for whole, family in families.items():
+    for whole, family in _by_layout(strategies).items():
         most = _most(whole, sorted(family, key=lambda s: s.cp), share, longest, tokens)
         kept.update(s for s in family if s.cp <= most)
     # with cp, pipelines, shards that come and go and recomputation are for when nothing else holds the sequence
