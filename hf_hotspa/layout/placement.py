@@ -271,43 +271,35 @@ def _placed(
     known: dict[tuple[object, ...], Placement] = {}
     placements = []
     uneven = is_uneven(vector, strategy)
+
+    def placed(segment: Segment, holders: list[tuple[int, tuple[ParameterSpec, ...]]]) -> Placement:
+        blocks, sizes = [np.empty((0, 4), np.int64)], np.zeros(strategy.world_size, dtype=np.int64)
+        ep = strategy.ep if any(spec.experts for _, specs in holders for spec in specs) else 1
+        # ranks of a stage that are `kinds` apart hold the same, unless shares are uneven
+        kinds = strategy.stage_size if uneven else math.lcm(strategy.tp, ep)
+        copies = strategy.stage_size // kinds
+        for first, specs, kind in ((stage * strategy.stage_size, s, k) for stage, s in holders for k in range(kinds)):
+            slots = _slots(vector, specs, segment.index, strategy, first + kind)
+            chosen = [interval for slot in slots for interval in intervals(slot, kind % strategy.tp)]
+            ranks = np.arange(copies, dtype=np.int64) * kinds + first + kind
+            sizes[ranks] = sum(slot.numel for slot in slots)
+            if chosen:
+                one = np.array([(i.start - segment.start, i.stop - segment.start, i.offset) for i in chosen], np.int64)
+                blocks.append(np.column_stack((np.repeat(ranks, len(chosen)), np.tile(one, (copies, 1)))))
+        return place(np.concatenate(blocks), sizes)
+
     for segment in vector.segments:
         holders = [(stage % strategy.pp, specs) for stage, specs in _holders(vector, strategy, segment)]
         kinds = [(stage, spec.offset - segment.start, _KIND(spec)) for stage, specs in holders for spec in specs]
         key = (segment.numel, *kinds, vector.unit_costs.get(segment.unit) if uneven else None)
         if key not in known:
-            known[key] = _place(vector, strategy, segment, holders, intervals, uneven)
+            known[key] = placed(segment, holders)
         placements.append(known[key])
     return Layout(name, strategy.world_size, _bases(vector), tuple(placements))
 
 
 def _bases(vector: ParameterVector) -> tuple[int, ...]:
     return tuple(segment.start for segment in vector.segments)
-
-
-def _place(
-    vector: ParameterVector,
-    strategy: Strategy,
-    segment: Segment,
-    holders: list[tuple[int, tuple[ParameterSpec, ...]]],
-    intervals: Callable[[Slot, int], list[Interval]],
-    uneven: bool,
-) -> Placement:
-    blocks, sizes = [np.empty((0, 4), np.int64)], np.zeros(strategy.world_size, dtype=np.int64)
-    ep = strategy.ep if any(spec.experts for _, specs in holders for spec in specs) else 1
-    # ranks of a stage that are `kinds` apart hold the same, unless shares are uneven
-    kinds = strategy.stage_size if uneven else math.lcm(strategy.tp, ep)
-    copies = strategy.stage_size // kinds
-    for stage, specs in holders:
-        for kind in range(kinds):
-            slots = _slots(vector, specs, segment.index, strategy, stage * strategy.stage_size + kind)
-            chosen = [interval for slot in slots for interval in intervals(slot, kind % strategy.tp)]
-            ranks = np.arange(copies, dtype=np.int64) * kinds + stage * strategy.stage_size + kind
-            sizes[ranks] = sum(slot.numel for slot in slots)
-            if chosen:
-                one = np.array([(i.start - segment.start, i.stop - segment.start, i.offset) for i in chosen], np.int64)
-                blocks.append(np.column_stack((np.repeat(ranks, len(chosen)), np.tile(one, (copies, 1)))))
-    return place(np.concatenate(blocks), sizes)
 
 
 def strategy_layout(vector: ParameterVector, strategy: Strategy) -> Layout:

@@ -109,9 +109,8 @@ def make_table(setup: Setup, batch: int, micro: int, tokens: int) -> FormulaTabl
             f"no (p, t, d) divides {world} devices, {shape.num_attention_heads} heads and batches of {batch} sequences",
             fix="use a batch that the micro-batch and the number of devices divide",
         )
-    return FormulaTable(
-        setup, batch, micro, tokens, tuple(_row(setup, batch, micro, tokens, *each) for each in degrees)
-    )
+    asked = setup, batch, micro, tokens
+    return FormulaTable(*asked, tuple(_row(*asked, *each) for each in degrees))
 
 
 def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp: int) -> Row:
@@ -120,35 +119,31 @@ def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp
     hidden, in_flight_tokens = shape.hidden_size, micro * tokens
     m, layers = batch // (micro * dp), shape.num_layers / pp
     message = formulas.ELEMENT_BYTES * in_flight_tokens * hidden
-    intra, nic = hardware.intra_bandwidth, hardware.inter_bandwidth
     share = (hardware.nics_per_node or setup.devices_per_node) / setup.devices_per_node
-    inter = nic * min(1.0, share)
+    inter = hardware.inter_bandwidth * min(1.0, share)
 
     def link(span: int) -> float:
-        return intra if span <= setup.devices_per_node else inter
+        return hardware.intra_bandwidth if span <= setup.devices_per_node else inter
 
     parameters = formulas.parameters_per_device(setup.sizes.num_parameters, tp, pp)
-    seconds, fullest_bytes, unsupported_reason = _ours(setup, Strategy(dp, tp, pp, rc=1), micro, tokens, m)
-    return Row(
-        pp,
-        tp,
-        dp,
-        m,
-        formulas.bubble_fraction(pp, m),
+    elements = (
         float(formulas.inter_elements(in_flight_tokens, hidden)) if pp > 1 else 0.0,
         formulas.intra_elements(in_flight_tokens, hidden, tp, 1) * layers,
+    )
+    seconds = (
         formulas.tensor_seconds(message, link(tp), tp, layers, m),
         formulas.data_seconds(formulas.ELEMENT_BYTES * parameters, link(tp * dp), dp),
         formulas.stage_seconds(message, link(tp * dp * pp), link(tp), tp, pp, m),
-        parameters,
-        formulas.state_bytes_per_device(setup.sizes.num_parameters, tp, pp),
-        tuple(model_state_bytes(parameters, dp, stage) for stage in STAGES),
-        formulas.recomputed_bytes(in_flight_tokens, hidden, shape.num_layers, pp) * min(pp, m)
-        + formulas.logit_bytes(in_flight_tokens, shape.vocab_size, tp),
-        formulas.Matmul.of(hidden, tp).intensity / formulas.Matmul.of(hidden).intensity,
-        seconds,
-        fullest_bytes,
-        unsupported_reason,
+    )
+    states = formulas.state_bytes_per_device(setup.sizes.num_parameters, tp, pp)
+    zero = tuple(model_state_bytes(parameters, dp, stage) for stage in STAGES)
+    activations = formulas.recomputed_bytes(in_flight_tokens, hidden, shape.num_layers, pp) * min(pp, m)
+    activations += formulas.logit_bytes(in_flight_tokens, shape.vocab_size, tp)
+    intensity = formulas.Matmul.of(hidden, tp).intensity / formulas.Matmul.of(hidden).intensity
+    ours, size, why = _ours(setup, Strategy(dp, tp, pp, rc=1), micro, tokens, m)
+    bubble = formulas.bubble_fraction(pp, m)
+    return Row(
+        pp, tp, dp, m, bubble, *elements, *seconds, parameters, states, zero, activations, intensity, ours, size, why
     )
 
 
@@ -188,13 +183,11 @@ def formulas_text(result: FormulaTable) -> str:
     for row in result.rows:
         ours = [f"| {row.our_seconds:,.3g}" if row.our_seconds is not None else "| -"]
         ours.append(f"{row.our_bytes / _GIB:,.1f}" if row.our_bytes is not None else "-")
+        elements = row.inter_elements, row.intra_elements
         rows.append(
             [
-                f"{row.pp} {row.tp} {row.dp}",
-                f"{row.micro_batches:,}",
-                f"{row.bubble:.3f}",
-                f"{row.inter_elements / _MIB:,.1f}",
-                f"{row.intra_elements / _MIB:,.1f}",
+                *(f"{row.pp} {row.tp} {row.dp}", f"{row.micro_batches:,}", f"{row.bubble:.3f}"),
+                *(f"{number / _MIB:,.1f}" for number in elements),
                 *(f"{seconds:,.3g}" for seconds in (row.tp_seconds, row.dp_seconds, row.pp_seconds)),
                 f"{row.parameters / 1e9:,.2f}",
                 f"{row.state_bytes / _GIB:,.1f}",
