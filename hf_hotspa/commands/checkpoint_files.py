@@ -71,15 +71,9 @@ def _inspect(args: argparse.Namespace) -> None:
         print(json.dumps([{"path": str(target), **json.loads(m.text())} for target, m in manifests], indent=1))
         return
     rows = [["checkpoint", "step", "ranks", "strategies", "resumable", "GB", "parameters"]]
-    for target, manifest in manifests:
-        numel = sum(parameter.numel for parameter in manifest.parameters)
-        cells = [
-            str(manifest.step),
-            str(manifest.world_size),
-            manifest.strategies,
-            "yes" if manifest.resumable else "no",
-        ]
-        rows.append([target.name, *cells, f"{manifest.num_bytes / 1e9:.3f}", f"{numel:,}"])
+    for target, m in manifests:
+        cells = [target.name, str(m.step), str(m.world_size), m.strategies, "yes" if m.resumable else "no"]
+        rows.append([*cells, f"{m.num_bytes / 1e9:.3f}", f"{sum(p.numel for p in m.parameters):,}"])
     print(text_table("", rows))
     if len(manifests) == 1:
         manifest = manifests[0][1]
@@ -98,12 +92,8 @@ def _states(manifest: Manifest) -> str:
     rows = []
     for state, stored in sorted(key for key in elements if key[0] != WEIGHT):
         dtype, each = stored_as(stored)
-        of = (
-            (dtype if each == 1 else f"{dtype} for {each}"),
-            f"{elements[state, stored]:,}",
-            f"{sizes[state, stored]:,}",
-        )
-        rows.append([state, *of])
+        name = dtype if each == 1 else f"{dtype} for {each}"
+        rows.append([state, name, f"{elements[state, stored]:,}", f"{sizes[state, stored]:,}"])
     if not rows or not manifest.has_masters:
         return "optimizer states: none"
     return text_table("", [["optimizer state", "stored as", "elements", "bytes"], *rows]) + "\n"

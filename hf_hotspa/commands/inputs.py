@@ -179,9 +179,8 @@ def _tokenizer(name: str) -> Any:
             hub_file(name, "tokenizer_config.json")
             return auto.from_pretrained(name)
     except HotspaConfigError as error:
-        raise HotspaConfigError(
-            f"there is no tokenizer {name!r}: {error.what}", where=error.where, fix=error.fix
-        ) from None
+        what = f"there is no tokenizer {name!r}: {error.what}"
+        raise HotspaConfigError(what, where=error.where, fix=error.fix) from None
     except Exception as error:  # missing, damaged or unreachable files raise many kinds of errors
         lines = str(error).strip().splitlines() or [""]
         raise HotspaConfigError(
@@ -219,21 +218,10 @@ def _machines() -> str:
         device, nics = preset.device, preset.nics_per_node or preset.devices_per_node
         dtype = next(name for name in ("bfloat16", "float16") if name in device.peak_flops)
         speed = device.peak_flops[dtype] / 1e12
-        rows.append(
-            [
-                preset.name,
-                f"{device.memory_bytes / _GIB:.1f}",
-                f"{speed:,.{0 if speed >= 1 else 2}f}" + ("" if dtype == "bfloat16" else " (float16)"),
-                f"{device.memory_bandwidth / _GB:,.0f}",
-                f"{preset.intra_bandwidth / _GB:,.0f}",
-                f"{nics} x {preset.inter_bandwidth * 8 / _GB:,.0f}",
-            ]
-        )
-    return "\n".join(
-        [
-            text_table("", rows),
-            "",
-            "From data sheets: dense bfloat16; links inside a node and NICs in one direction; nodes of 8 devices.",
-            "Your own: `hf-hotspa hardware NAME > mine.yaml`, change it, `--hardware mine.yaml`.",
-        ]
-    )
+        flops = f"{speed:,.{0 if speed >= 1 else 2}f}" + ("" if dtype == "bfloat16" else " (float16)")
+        links = (f"{speed / _GB:,.0f}" for speed in (device.memory_bandwidth, preset.intra_bandwidth))
+        outside = f"{nics} x {preset.inter_bandwidth * 8 / _GB:,.0f}"
+        rows.append([preset.name, f"{device.memory_bytes / _GIB:.1f}", flops, *links, outside])
+    sources = "From data sheets: dense bfloat16; links inside a node and NICs in one direction; nodes of 8 devices."
+    own = "Your own: `hf-hotspa hardware NAME > mine.yaml`, change it, `--hardware mine.yaml`."
+    return "\n".join([text_table("", rows), "", sources, own])

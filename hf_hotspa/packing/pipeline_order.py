@@ -44,6 +44,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from hf_hotspa.errors import StrategyError
@@ -295,9 +296,8 @@ def _order(
         last = groups[-2] + groups[-1]
         if _holds(last, tokens[len(tokens) - sum(last) :], rounds, most):
             tried.append([*groups[:-2], last])
-    runs = [_Run(tokens, num_ranks, rounds, most, each, is_trained) for each in tried]
-    best = min(runs, key=lambda run: run.seconds)
-    return tuple(best.turns)
+    runs = (_Run(tokens, num_ranks, rounds, most, each, is_trained) for each in tried)
+    return tuple(min(runs, key=lambda run: run.seconds).turns)
 
 
 _Group = list[int]  # the units of each chain of a group
@@ -308,10 +308,7 @@ def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int |
     but the last, and one chain there. `tokens` begin with the group's."""
     if most is None:
         return True
-    own, first = [], 0
-    for num in group:
-        own.append(sum(tokens[first : first + num]))
-        first += num
+    own = [sum(tokens[end - num : end]) for num, end in zip(group, accumulate(group), strict=True)]
     return (rounds - 1) * sum(own) + max(own) <= rounds * most
 
 
@@ -467,12 +464,8 @@ def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]
 
 def _of_rank(num_packs: int, num_ranks: int, rounds: int, rank: int) -> list[Turn]:
     group, ahead = _group(num_packs, num_ranks), _ahead(num_packs, num_ranks, rounds, rank)
-    passes = [
-        (index, first + unit)
-        for first in range(0, num_packs, group)
-        for index in range(rounds)
-        for unit in range(group)
-    ]
+    groups = [range(first, first + group) for first in range(0, num_packs, group)]
+    passes = [each for units in groups for each in product(range(rounds), units)]
     forward = [Turn(index * num_ranks + rank, unit, False) for index, unit in passes]
     backward = [Turn((rounds - 1 - index) * num_ranks + rank, unit, True) for index, unit in passes]
     turns = forward[:ahead]
@@ -522,10 +515,8 @@ class JointPasses:
 
     def operations(self, stage: int, replica: int) -> list[Operation]:
         """Returns what a stage of a replica runs, in order, by the replica's numbers of packs (or chunks)."""
-        own: dict[int, int] = {}
-        for unit, having in enumerate(self.replicas):
-            if replica in having:
-                own[unit] = len(own)
+        having = (unit for unit, replicas in enumerate(self.replicas) if replica in replicas)
+        own = {unit: number for number, unit in enumerate(having)}
         return [(own[unit], is_backward) for unit, is_backward in self.passes.operations(stage) if unit in own]
 
 
