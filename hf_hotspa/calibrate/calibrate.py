@@ -219,10 +219,8 @@ class _Session:
     ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
         """Returns this rank's key, model shape, degrees and strategies for complete phases."""
         if not isinstance(self.config, PreTrainedConfig):
-            raise HotspaConfigError(
-                f"calibrate needs a transformers config, but got a {type(self.config).__name__}",
-                fix="pass model.config, or AutoConfig.from_pretrained(...)",
-            )
+            what = f"calibrate needs a transformers config, but got a {type(self.config).__name__}"
+            raise HotspaConfigError(what, fix="pass model.config, or AutoConfig.from_pretrained(...)")
         copies = (self._copy(count, torch.device("meta")) for count in layer_counts(self.config))
         shape, copied = (describe_model(model, self.dtype).shape for model in copies)
         strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)

@@ -70,9 +70,8 @@ def run(
     launched, gpus = int(os.environ.get("WORLD_SIZE", "0")), torch.cuda.device_count()
     if launched:
         if processes not in (None, launched):
-            raise HotspaConfigError(
-                f"--processes {processes}, and the launcher started {launched}", fix="leave --processes out"
-            )
+            fix = "leave --processes out"
+            raise HotspaConfigError(f"--processes {processes}, and the launcher started {launched}", fix=fix)
         return _run_launched(request)
     count = processes if processes is not None else gpus or os.cpu_count() or 1
     if count < 1:

@@ -66,9 +66,8 @@ def file_to_write(flag: str, path: str | None) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise HotspaConfigError(
-            f"{flag} {path} cannot be written: {reason}", fix="name a file in a writable folder"
-        ) from None
+        fix = "name a file in a writable folder"
+        raise HotspaConfigError(f"{flag} {path} cannot be written: {reason}", fix=fix) from None
 
 
 def machines(args: argparse.Namespace) -> tuple[str, str | None]:
@@ -152,9 +151,8 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
 def _of_model(model: str | None) -> str:
     if model is None or model in preset_names() or Path(model).is_file():
         of = "" if model is None else f"{model} comes without one; "
-        raise HotspaConfigError(
-            "the rows are text, and there is no tokenizer for them", fix=f"{of}give --tokenizer NAME_OR_FOLDER"
-        )
+        fix = f"{of}give --tokenizer NAME_OR_FOLDER"
+        raise HotspaConfigError("the rows are text, and there is no tokenizer for them", fix=fix)
     return model
 
 

@@ -39,9 +39,8 @@ def main(words: Sequence[str]) -> int:
     launched = int(os.environ.get("WORLD_SIZE", "0"))
     if launched:
         if ours.processes not in (None, launched):
-            raise LaunchError(
-                f"{_PROCESSES} {ours.processes}, and the launcher started {launched}", fix=f"leave {_PROCESSES} out"
-            )
+            fix = f"leave {_PROCESSES} out"
+            raise LaunchError(f"{_PROCESSES} {ours.processes}, and the launcher started {launched}", fix=fix)
         run(parse(parser, rest))
         return 0
     try:

@@ -37,9 +37,8 @@ class StageCosts:
 
     def __post_init__(self) -> None:
         if min((step_time for step_times in self.step_times for step_time in step_times), default=1) < 1:
-            raise HotspaConfigError(
-                "a relative step time of a stage is not positive", fix="give relative step times, with 100 as usual"
-            )
+            fix = "give relative step times, with 100 as usual"
+            raise HotspaConfigError("a relative step time of a stage is not positive", fix=fix)
         if self.sends and len(self.sends) < len(self.layers) - 1:
             raise HotspaConfigError(f"{len(self.sends)} sends between {len(self.layers)} layers")
         if min(self.head, self.embedding, *self.layers, *self.sends, 0) < 0:
@@ -55,10 +54,8 @@ class StageCosts:
         Raises `StrategyError`: more stages than layers.
         """
         if not 1 <= num_stages <= len(self.layers):
-            raise StrategyError(
-                f"{num_stages} pipeline stages cannot share {len(self.layers)} layers",
-                fix=f"use pp between 1 and {len(self.layers)}",
-            )
+            fix = f"use pp between 1 and {len(self.layers)}"
+            raise StrategyError(f"{num_stages} pipeline stages cannot share {len(self.layers)} layers", fix=fix)
         return _cut(self, num_stages)
 
     def step_times_of(self, num_stages: int) -> tuple[int, ...] | None:

@@ -245,18 +245,16 @@ class ParameterVector:
         `HotspaConfigError`: a relative step time is not positive."""
         given = tuple(step_times)
         if min(given, default=1) < 1:
-            raise HotspaConfigError(
-                "a relative step time of a rank is not positive", fix="give relative step times, with 100 as usual"
-            )
+            fix = "give relative step times, with 100 as usual"
+            raise HotspaConfigError("a relative step time of a rank is not positive", fix=fix)
         return replace(self, step_times=given)
 
     def with_measured(self, costs: StageCosts | None) -> "ParameterVector":
         """Returns a copy whose stages are cut by measured costs; by parameter count if None. Raises
         `HotspaConfigError`: the costs are of another number of layers."""
         if costs is not None and len(costs.layers) != self.num_layers:
-            raise HotspaConfigError(
-                f"costs of {len(costs.layers)} layers for a model of {self.num_layers}", fix="measure this model"
-            )
+            fix = "measure this model"
+            raise HotspaConfigError(f"costs of {len(costs.layers)} layers for a model of {self.num_layers}", fix=fix)
         return replace(self, measured=costs)
 
     @property

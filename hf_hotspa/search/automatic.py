@@ -184,10 +184,8 @@ def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: in
     rows = np.random.default_rng(0).permutation(len(table))[: max(_SEQUENCES, mini_batch_size)]
     sequences, _ = cut_rows(rows.tolist(), table, longest, policy)
     if not sequences:
-        raise DataError(
-            f"none of {len(rows)} rows is left by the policy {policy!r} for rows of more than {longest} tokens",
-            fix="raise hotspa_longest, or choose another hotspa_overlong",
-        )
+        what = f"none of {len(rows)} rows is left by the policy {policy!r} for rows of more than {longest} tokens"
+        raise DataError(what, fix="raise hotspa_longest, or choose another hotspa_overlong")
     size = round(min(mini_batch_size, len(rows)) * len(sequences) / len(rows))
     return [sequence.num_tokens for sequence in sequences], max(1, size)
 

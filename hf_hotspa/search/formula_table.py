@@ -99,10 +99,8 @@ def make_table(setup: Setup, batch: int, micro: int, tokens: int) -> FormulaTabl
     shape, world = setup.model.shape, setup.world_size
     positions = shape.max_position_embeddings
     if positions is not None and tokens > positions:
-        raise HotspaConfigError(
-            f"sequences of {tokens} tokens, and {setup.model.name} has {positions} positions",
-            fix=f"use --sequence {positions} or less",
-        )
+        what = f"sequences of {tokens} tokens, and {setup.model.name} has {positions} positions"
+        raise HotspaConfigError(what, fix=f"use --sequence {positions} or less")
     degrees = divisions(world, batch, micro, shape.num_layers, shape.num_attention_heads)
     if not degrees:
         raise HotspaConfigError(

@@ -48,10 +48,8 @@ def synthetic_lengths(name: str, count: int, longest: int = 32768, seed: int = 0
     lengths already have the distribution's shape. Raises `HotspaConfigError`: no such distribution, or a number below 1.
     """
     if name not in DISTRIBUTIONS:
-        raise HotspaConfigError(
-            f"there is no length distribution {name!r}",
-            fix=f"use one of {', '.join(DISTRIBUTIONS)}, or the path of a JSON histogram",
-        )
+        fix = f"use one of {', '.join(DISTRIBUTIONS)}, or the path of a JSON histogram"
+        raise HotspaConfigError(f"there is no length distribution {name!r}", fix=fix)
     if count < 1 or longest < 1:
         raise HotspaConfigError(f"{count} lengths of at most {longest} tokens cannot be drawn", fix="use at least 1")
     rng = np.random.default_rng([seed, DISTRIBUTIONS.index(name)])
@@ -150,9 +148,8 @@ def read_lengths(
     `OverlongError`: there are sequences longer than `longest`, and the policy is `error`."""
     check_choice("the policy for over-long sequences", overlong, OVERLONG_POLICIES)
     if not 1 <= mini_batch_size <= MOST_SEQUENCES:
-        raise HotspaConfigError(
-            f"a mini-batch of {mini_batch_size} sequences cannot be planned", fix=f"use 1 to {MOST_SEQUENCES}"
-        )
+        fix = f"use 1 to {MOST_SEQUENCES}"
+        raise HotspaConfigError(f"a mini-batch of {mini_batch_size} sequences cannot be planned", fix=fix)
     if longest is not None and not 1 <= longest < UNLIMITED_TOKENS:
         raise HotspaConfigError(f"a longest sequence of {longest} tokens is impossible", fix="use at least 1")
     count = max(mini_batch_size, min(_SEQUENCES, _MINI_BATCHES * mini_batch_size))

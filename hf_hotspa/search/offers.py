@@ -182,22 +182,11 @@ def choose(
     alone += [s for s in pipelines if s not in strategies]
     if may_chunk:
         strategies = with_chunks(strategies, longest, tokens, shape, schedule=schedule, has_host_memory=has_host_memory)
+    options |= {"families": families, "alone": alone, "may_go_round": may_go_round and runs_rounds(schedule)}
     return search(
-        lengths,
-        strategies,
-        cost.time,
-        capacities,
-        cost.switch_seconds([*strategies, *alone]),
-        mini_batch_size=mini_batch_size,
-        longest=longest,
-        quadratic_cost=shape.quadratic_cost,
-        may_go_round=may_go_round and runs_rounds(schedule),
-        families=families,
-        alone=alone,
-        margin=MARGIN,
-        evaluator=evaluator,
-        **options,
-    )
+        lengths, strategies, cost.time, capacities, cost.switch_seconds([*strategies, *alone]), longest=longest,
+        mini_batch_size=mini_batch_size, quadratic_cost=shape.quadratic_cost, margin=MARGIN, evaluator=evaluator, **options,
+    )  # fmt: skip
 
 
 def make_evaluator(lengths: Sequence[int], cost: CostModel, mini_batch_size: int, longest: int) -> Evaluator:

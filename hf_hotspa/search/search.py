@@ -165,9 +165,8 @@ def search(
         )
     pool = sorted({s for s in strategies if time.knows(s)})
     if not pool:
-        raise HotspaConfigError(
-            "no strategy has coefficients in the time model", fix="calibrate the model's strategies"
-        )
+        fix = "calibrate the model's strategies"
+        raise HotspaConfigError("no strategy has coefficients in the time model", fix=fix)
     longest = max(longest or 0, *sample)
     if all(capacities.tokens(s) < longest for s in pool):
         raise capacities.too_long(longest, pool)

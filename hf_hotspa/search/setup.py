@@ -246,21 +246,14 @@ def make_plan(
         )  # fmt: skip
     except DeviceMemoryError as error:
         raise DeviceMemoryError(error.what, where=error.where, why=error.why, fix=_what_would_fit(setup, top)) from None
-    memory = cost.rank_bytes(choice.buckets)
     others, batches = DataParallel(cost.memory, time, setup.hardware), mini_batches(drawn, mini_batch_size, top)
     stages = STAGES if time.knows(Strategy(setup.world_size)) else ()
+    links = tuple(cost.seconds_of_links(row.bucket.strategy) for row in choice.rows) if setup.nodes > 1 else ()
     plan = Plan(
-        choice,
-        choice.buckets,
-        memory,
-        mini_batch_size,
-        setup.limit_bytes,
-        setup.limit_source,
-        tuple(others.best(stage, *batches, top, setup.limit_bytes) for stage in stages),
+        choice, choice.buckets, cost.rank_bytes(choice.buckets), mini_batch_size, setup.limit_bytes, setup.limit_source,
+        tuple(others.best(stage, *batches, top, setup.limit_bytes) for stage in stages), written=prices, links=links,
         rivals=people_run(pricing, strategies, setup.devices_per_node),
-        written=prices,
-        links=tuple(cost.seconds_of_links(row.bucket.strategy) for row in choice.rows) if setup.nodes > 1 else (),
-    )
+    )  # fmt: skip
     return PlannedSetup(setup, tuple(drawn), str(lengths), plan)
 
 
