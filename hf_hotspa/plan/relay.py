@@ -38,7 +38,7 @@ _Landings = dict[tuple[int, _Ranks], int]  # the number of each `(node, its need
 TOLERANCE = 0.01
 """A NIC this much busier than its fair share is left alone: relaying so little costs a message and gains nothing."""
 MOST_SWEEPS = 40  # the most rounds of water-filling; regular layouts converge in two or three
-_SETTLED = 1e-3  # Water-filling ends when a round moves a smaller fraction of the bytes
+_SETTLED = 1e-3  # water-filling ends when a round moves a smaller fraction of the bytes
 _BISECTIONS = 30  # halvings of the interval when a level is searched
 _LEAST_SHARE = 1e-6  # a smaller share is rounding noise, and dropped
 

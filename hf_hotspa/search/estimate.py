@@ -303,7 +303,7 @@ class Evaluator:
                 loads = {cost: cost.a * squares + cost.b * tokens + cost.c * packs for cost in costs}
                 everything = sum(loads[cost] * times for cost, times in costs.items())
                 busiest = max(max(loads.values()) / strategy.dp, everything * strategy.tp * strategy.cp / slots)
-                if not strategy.ck and not shares:  # chunks of a sequence are on several stages at a time
+                if not strategy.cuts_packs and not shares:  # chunks of a sequence are on several stages at a time
                     busiest = max(busiest, through.seconds(batch[end - 1] ** 2, batch[end - 1]))
                 least = max(busiest + once, -(-packs // strategy.dp) * moving)
                 bounds[index] = weight * (least + self._time.fixed_s)

@@ -189,7 +189,7 @@ def _fitting(lengths: Iterable[int], longest: int, policy: str) -> Iterable[int]
 
 
 _KEPT, _LEAST = 2048, 256  # how many of the last sequences are compared, and the least number for a comparison
-_EVERY = 8  # Mini-batches between two comparisons
+_EVERY = 8  # mini-batches between two comparisons
 _FAR = 0.3  # a distance, of at most 1, that requires another plan: two draws from one distribution are nearer
 _BINS = 64
 

@@ -41,7 +41,7 @@ _COLD = 0.25  # expected extra time of the first mini-batch of a strategy, as a 
 _FAR = math.log(1.2)
 """How far behind, as a logarithm, the first run of a plan decides alone. A second run of such a plan costs more than a
 run of one that is near, and seldom changes the result."""
-_WATCHED, _REST = 8, 32  # Mini-batches that show a drift, and that must have passed since the last race
+_WATCHED, _REST = 8, 32  # mini-batches that show a drift, and that must have passed since the last race
 _MOVED, _BETTER = math.log(1.25), math.log(1.05)
 """How far the winner's seconds must have moved, and how much better another plan must look, to race again."""
 
