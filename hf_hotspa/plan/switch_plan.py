@@ -440,8 +440,8 @@ class _Proof:
         starts, stops = rows[:, START], rows[:, START] + rows[:, LENGTH]
         lowest = min(0, int(starts.min()), int(placement.starts.min(initial=0)))
         span = 1 + max(int(stops.max()), int(placement.stops.max(initial=0))) - lowest
-        held, asked = placement.ranks * span + placement.starts, rows[:, end] * span + starts
-        index = np.searchsorted(held - lowest, asked - lowest, side="right") - 1
+        present, asked = placement.ranks * span + placement.starts, rows[:, end] * span + starts
+        index = np.searchsorted(present - lowest, asked - lowest, side="right") - 1
         fits = index >= 0
         index = np.maximum(index, 0)
         if len(placement.ranks):

@@ -130,12 +130,12 @@ class Selector:
         of_pool = zip((bucket.strategy for bucket in self.pool), packs, strict=True)
         costs = np.stack([table.phase_seconds(self.time, s, own, self.switch[s]) for s, own in of_pool])
 
-        def found(indices: Sequence[int], most: int) -> list[_Phases]:
+        def cut(indices: Sequence[int], most: int) -> list[_Phases]:
             partitions = best_partitions(costs[indices], most, keep=1)
             return [tuple((indices[i], edges[low], edges[high]) for i, low, high in p.ranges) for p in partitions]
 
-        candidates = [phases for phases in found(range(len(self.pool)), self.max_phases) if len(phases) > 1]
-        again = (phases for phases in (found(before, len(before)) if before else ()) if len(phases) == len(before))
+        candidates = [phases for phases in cut(range(len(self.pool)), self.max_phases) if len(phases) > 1]
+        again = (phases for phases in (cut(before, len(before)) if before else ()) if len(phases) == len(before))
         return candidates, next(again, None)
 
     def _buckets(self, phases: _Phases) -> tuple[Bucket, ...]:
