@@ -126,7 +126,7 @@ def place(rows: Numbers | Sequence[tuple[int, int, int, int]], sizes: Numbers | 
 
 MASTER_ALIGNMENT = 256
 """The master store is cut at multiples of this many elements of a parameter, or between parameters. So no 256-element
-(or 128-element) scale block of 8-bit or 4-bit optimizer state spans two ranks, whatever the world size."""
+(or 128-element) scale block of quantized optimizer state spans two ranks, whatever the world size."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class SavedParameter:
     tied_names: tuple[str, ...]  # further names of it
     exported_name: str  # the one of its names under which transformers saves it
     # name -> stored dtype: `weight`, and the optimizer's states. One value for each element; with a number, one for
-    # each so many, counted from the first (`float32/256`: the scales of 8-bit states).
+    # each so many, counted from the first (`float32/256`: the scales of quantized states).
     states: dict[str, str]
 
     @property
