@@ -12,8 +12,7 @@ level, imports no torch: plans are also made where none is installed. Hooks impo
 * `runner(options)`: another way to run phases or their packs, a `Runner`; None if the engine's own way.
 * `terms`: named terms of the bytes and seconds of plans (`costs.terms`).
 * `measures`: the numbers that its attachments count in a phase, and how reports show them (`Measure`s).
-* `state(engine, args, plan)`: a part of the Trainer's run that lasts from step to step and is saved in checkpoints
-  (`RunPart`), from the `HotSPaEngine`, the arguments and the `trainer.run_plan.RunPlan`; None without one. Collective.
+* `state`: a `State`: what of it lasts from step to step and is saved in checkpoints, beside the weights.
 
 A hook is called while a run is set up, in the order of `FEATURES`. What a step needs is bound then.
 """
@@ -189,8 +188,20 @@ class Measure:
     title: str = ""  # of its column among the sums of strategies in the report page; empty for none
 
 
+@dataclass(frozen=True)
+class State:
+    """What lasts from step to step and is saved in checkpoints, beside the weights."""
+
+    # makes a part of a Trainer's run (`RunPart`) from the `HotSPaEngine`, the arguments and the
+    # `trainer.run_plan.RunPlan`; None without one. Collective.
+    run: Callable[[Any, Any, Any], "RunPart | None"] | None = None
+    # dotted name of a module that knows how optimizers of certain libraries run on shares of the master store, and how
+    # they are saved (`engine.optimizer_states`); imported when an optimizer is met. Empty for none.
+    optimizers: str = ""
+
+
 class RunPart:
-    """A feature's part of a Trainer's run (hook `state`). The methods are called on all ranks, and may be collective.
+    """A feature's part of a Trainer's run (`State.run`). The methods are called on all ranks, and may be collective.
 
     Attributes:
         name: Of its state in checkpoints.

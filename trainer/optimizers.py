@@ -1,8 +1,8 @@
 """The optimizer of a run: which may run on shares of the weights, how one moves onto them, and its learning rates.
 
 Each rank holds a flat share of every weight. An update from complete matrices, rows or norms of a tensor would depend
-on the cut, hence on the number of ranks; such an optimizer raises an error. Blocks of elements are never cut, so the
-8-bit and 4-bit optimizers of bitsandbytes and torchao run (`features.low_bit_optimizers.adoption`).
+on the cut, hence on the number of ranks; such an optimizer raises an error. Blocks of elements are never cut, so
+optimizers that scale or quantize by block run if a feature knows their library (`engine.optimizer_states`).
 """
 
 import logging
@@ -22,11 +22,10 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_hotspa.checkpoint.tensors import CPU_ADAM, Share, optimizer_to_json
-from hf_hotspa.costs.terms import reduced_states
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterShare, bare_optimizer
+from hf_hotspa.engine.optimizer_states import special, states_of
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.features.low_bit_optimizers import adoption
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.parallel.wrapped_model import bare_model
@@ -44,11 +43,6 @@ ELEMENTWISE_OPTIMIZERS = (  # the values of `--optim` that are elementwise and n
     OptimizerNames.RMSPROP,
 )
 
-_LIBRARIES = {  # the values of `--optim` that run if a library is installed
-    adoption.BITSANDBYTES: tuple(o for o in OptimizerNames if o.value in reduced_states() and "torch" not in o.value),
-    adoption.TORCHAO: (OptimizerNames.ADAMW_TORCH_8BIT, OptimizerNames.ADAMW_TORCH_4BIT),
-}
-
 _WHY = "every rank updates a flat share of each weight, and only elementwise optimizers are exact on that"
 _OTHER = "use an elementwise optimizer such as torch.optim.AdamW"
 _REASONS = {
@@ -59,17 +53,23 @@ _REASONS = {
 }  # fmt: skip
 
 
+def _library_of(kind: type) -> str | None:
+    library: str | None = states_of(kind).library_of(kind)
+    return library
+
+
 def check_optimizer_name(optim: OptimizerNames) -> None:
     """Checks a value of `--optim`. Raises `UnsupportedError` if it is not elementwise, or needs an untested package;
     `HotspaConfigError` if its package is not installed."""
     if optim in ELEMENTWISE_OPTIMIZERS:
         return
-    for library, optimizers in _LIBRARIES.items():
-        if optim in optimizers:
-            adoption.check_installed(library, optim.value)
+    for module in special():
+        library = module.library_of_optim(optim.value)
+        if library is not None:
+            module.check_installed(library, optim.value)
             return
     needs = next((need for need, parts in _REASONS.items() if any(part in optim.value for part in parts)), None)
-    names = ", ".join(o.value for o in (*ELEMENTWISE_OPTIMIZERS, OptimizerNames.ADAMW_8BIT))
+    names = ", ".join([*(o.value for o in ELEMENTWISE_OPTIMIZERS), *(module.SUGGESTED for module in special())])
     raise UnsupportedError(
         f"the optimizer {optim.value!r} cannot be honoured",
         why=f"it needs {needs}; {_WHY}" if needs else "it needs another package or device, and nobody has tested it",
@@ -81,7 +81,7 @@ def check_elementwise(optimizer_class: Any, kwargs: dict[str, Any]) -> None:
     """Tries a user's optimizer class on small tensors, complete and as flat shares. Raises `UnsupportedError` if shares
     end up different from complete tensors, or it does not accept 1-D parameters; `HotspaConfigError` if it makes
     numbers that are not finite."""
-    if isinstance(optimizer_class, type) and adoption.library_of(optimizer_class) is not None:
+    if isinstance(optimizer_class, type) and _library_of(optimizer_class) is not None:
         return  # its objects are checked before the first step
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     try:
@@ -101,8 +101,8 @@ def check_optimizer(
     name, met = type(optimizer).__name__, _Met(elsewhere or {})
     if name == CPU_ADAM:
         return  # ours; a copy would share the C++ object
-    if adoption.library_of(type(optimizer)) is not None:
-        adoption.check_low_bit(optimizer)
+    if _library_of(type(optimizer)) is not None:
+        states_of(type(optimizer)).check(optimizer)
         return
     _try_out(name, optimizer, met, shapes or {})
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -337,7 +337,8 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         raise UnsupportedError(what, why="nothing would be trained", fix=_FIX)
     if len({id(share) for share in after}) < len(after):
         raise UnsupportedError(f"the optimizer {kind} has a parameter twice", fix=_FIX)
-    shares, overrides = engine.master.shares, adoption.overrides_of(bare)
+    of_kind, shares = states_of(type(bare)), engine.master.shares
+    overrides = of_kind.overrides_of(bare)
     for p in given:
         if id(p) in moved:  # marks that a step may read, such as a factor of the rate
             vars(moved[id(p)]).update(vars(p))
@@ -350,10 +351,7 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     by_id = {id(share): shares[name].spec.shape for name, share in engine.master.parameters.items()}
     try:
         check_optimizer(bare, {id(p): name for name, p in model.named_parameters()}, by_id)
-        if adoption.library_of(type(bare)) is not None:
-            adoption.adopt(
-                bare, engine.master, {id(moved[of]): given for of, given in overrides.items() if of in moved}
-            )
+        of_kind.adopt(bare, engine.master, {id(moved[of]): given for of, given in overrides.items() if of in moved})
         if saved:
             optimizer_to_json(bare, Share())
     except UnsupportedError:
@@ -373,8 +371,8 @@ def _refuse_thawed(names: list[str]) -> None:
 
 def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
     """The state of a parameter, cut to this rank's share."""
-    if adoption.library_of(type(optimizer)) is not None:
-        return adoption.cut_state(optimizer, state, share)
+    if _library_of(type(optimizer)) is not None:
+        return dict(states_of(type(optimizer)).cut_state(optimizer, state, share))
     cut, (spec, start, stop, *_) = {}, share
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != (stop - start,):
@@ -393,7 +391,7 @@ def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
 def release(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
     """Replaces the shares by the model's parameters; the state stays this rank's share, for `take_over`."""
     bare, parameters = bare_optimizer(optimizer), dict(model.named_parameters())
-    adoption.disown(bare)
+    states_of(type(bare)).disown(bare)
     back = {id(share): parameters[name] for name, share in engine.master.parameters.items() if name in parameters}
     for group in bare.param_groups:
         group["params"][:] = [back.get(id(p), p) for p in group["params"]]
@@ -481,7 +479,7 @@ class MasterOptimizer:
         """Takes over an optimizer. Not collective; the same on all ranks."""
         args = self._trainer.args
         saved = args.save_strategy != SaveStrategy.NO and not args.save_only_model
-        library = adoption.library_of(type(bare_optimizer(optimizer)))
+        library = _library_of(type(bare_optimizer(optimizer)))
         if saved and library is not None and args.hotspa_stock_checkpoints:
             raise UnsupportedError(
                 f"hotspa_stock_checkpoints with the optimizer {type(bare_optimizer(optimizer)).__name__} of {library}",
@@ -550,7 +548,7 @@ def optimizer_facts(optimizer: Optimizer, scheduler: Any) -> dict[str, str]:
     state = {} if scheduler is None else scheduler.state_dict() | {"functions": vars(scheduler).get("lr_lambdas")}
     bare = bare_optimizer(optimizer)
     kind, plain = type(bare), {k: v for k, v in vars(bare).items() if isinstance(v, bool | int | float | str)}
-    library = adoption.library_of(kind)
+    library = _library_of(kind)
     return {
         "the optimizer": text_of(kind) if library is None else f"{kind.__name__} of {library} {version_of(library)}",
         "attributes of the optimizer": text_of(plain),

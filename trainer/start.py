@@ -176,7 +176,7 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     engine = switched.engine
     engine.stop, engine.failures.predicted_bytes = trainer._hotspa_preemption, plan.predicted_bytes
     plan.begin(engine.description)
-    made = (state(engine, args, plan) for state in hooks("state"))
+    made = (state.run(engine, args, plan) for state in hooks("state") if state.run is not None)
     watchers.parts = tuple(part for part in made if part is not None)
     idle = plan.is_idle and not watchers.parts  # nothing chooses, predicts or watches
     choose, evaluated_by = None if idle else watchers.choose, watchers.evaluated(args)

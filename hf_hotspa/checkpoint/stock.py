@@ -12,11 +12,9 @@ parameters, numbered by its own groups; the scheduler; the generators of each pr
 them.
 """
 
-import importlib
 import io
 import itertools
 import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,8 +32,8 @@ from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.checkpoint.rng import set_generators
 from hf_hotspa.checkpoint.tensors import CPU_ADAM, HERE_AND_NOW, load_optimizer, names_in_groups
 from hf_hotspa.engine.master import MasterShare, MasterStore, bare_optimizer
+from hf_hotspa.engine.optimizer_states import special, states_of
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
-from hf_hotspa.features.low_bit_optimizers.adoption import BITSANDBYTES, TORCHAO, cut_state, kind_of, library_of
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.weight_files import WeightFiles
 
@@ -47,7 +45,6 @@ _OF_OTHERS = {
 }
 _NEW_RUN = "start a new run with its weights: hotspa_model_path, or from_pretrained, and no resume_from_checkpoint"
 _ADAM = {"exp_avg", "exp_avg_sq", "step"}
-_FIRST_STATE = {BITSANDBYTES: {"state1", "step"}, TORCHAO: _ADAM}
 
 
 def is_stock(path: Path) -> bool:
@@ -65,8 +62,8 @@ def adapter_folder(checkpoint: Path, name: str) -> Path:
 def _read_pickle(folder: Path, name: str) -> Any:
     """The tensors and plain values of a file from `torch.save`; tensors stay on disk until they are used. Raises
     `DamagedCheckpointError`: it cannot be read, or holds something else."""
-    if TORCHAO in sys.modules:
-        importlib.import_module("torchao.optim")  # registers its tensors as safe with torch
+    for module in special():
+        module.register_types()
     try:
         with safe_globals():  # the types in the saved state of numpy's generator
             return torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
@@ -135,7 +132,10 @@ class StockCheckpoint:
         for names, group in zip(groups, saved_groups, strict=True):
             for name, index in zip(names, group["params"], strict=True):
                 states[name] = self._of_share(bare, self.optimizer["state"].get(index, {}), master.shares[name])
-        wanted = _ADAM if kind in ("AdamW", "Adam") else _FIRST_STATE.get(str(library_of(type(bare))), set())
+        of_kind = states_of(type(bare))
+        library = of_kind.library_of(type(bare))
+        of_others = set() if library is None else of_kind.FIRST_STATE[library]
+        wanted = _ADAM if kind in ("AdamW", "Adam") else of_others
         if wanted and not any(wanted <= set(state) for state in states.values()):
             raise ResumeError(f"{OPTIMIZER!r} holds no state of {kind}", where=str(self.path), fix=_NEW_RUN)
         plain = [{key: value for key, value in group.items() if key != "params"} for group in saved_groups]
@@ -143,7 +143,8 @@ class StockCheckpoint:
 
     def _of_share(self, optimizer: Optimizer, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
         spec, start, stop, *_ = share
-        if library_of(type(optimizer)) is None:
+        of_kind = states_of(type(optimizer))
+        if of_kind.library_of(type(optimizer)) is None:
             return {
                 key: self._share(value, spec.shape, spec.shard_dim, start, stop, f"{key} of {spec.name}")
                 for key, value in state.items()
@@ -153,7 +154,7 @@ class StockCheckpoint:
             if isinstance(part, Mapping):
                 flat |= {key: value for key, value in part.items() if not isinstance(value, Mapping)}
         try:
-            return cut_state(optimizer, flat, share)
+            return dict(of_kind.cut_state(optimizer, flat, share))
         except UnsupportedError as error:
             raise ResumeError(error.what, where=str(self.path), why=error.why, fix=_NEW_RUN) from error
 
@@ -164,7 +165,7 @@ class StockCheckpoint:
             # older versions of torch distinguished Adam and AdamW by the class alone
             return {*group} - {"params", "initial_lr", "decoupled_weight_decay", *HERE_AND_NOW}
 
-        own = kind_of(optimizer)
+        own: str = states_of(type(optimizer)).kind_of(optimizer)
         if settings(group) == settings(optimizer.param_groups[0]):
             return own
         if own == CPU_ADAM and settings(group) == settings(torch.optim.AdamW([torch.zeros(1)]).param_groups[0]):

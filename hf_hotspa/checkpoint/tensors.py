@@ -27,8 +27,8 @@ from hf_hotspa.checkpoint.format.manifest import (
     stored_as,
 )
 from hf_hotspa.engine.master import MasterStore, bare_optimizer
+from hf_hotspa.engine.optimizer_states import Stored, states_of
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
-from hf_hotspa.features.low_bit_optimizers.adoption import Stored, code_digest, kind_of, loaded_states, stored_states
 from hf_hotspa.layout.placement import master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, trained_part
 from hf_hotspa.model.replica import from_storage, to_storage
@@ -109,7 +109,7 @@ def share_of(master: MasterStore, optimizer: Optimizer | None, vector: Parameter
     bare = bare_optimizer(optimizer) if optimizer is not None else None
     for name in (spec.name for spec in vector.specs):
         parameter = master.parameters[name]
-        states, rest = stored_states(bare, parameter) if bare is not None else ({}, {})
+        states, rest = states_of(type(bare)).stored_states(bare, parameter) if bare is not None else ({}, {})
         for key, value in rest.items():
             share.scalars.setdefault(name, {})[key] = _scalar_to_json(value, f"{key} of {name}")
         share.states[name] = {}
@@ -164,8 +164,9 @@ def optimizer_to_json(optimizer: Optimizer, share: Share) -> dict[str, Any]:
     for group in groups:
         for key, value in group.items():
             group[key] = _scalar_to_json(value, key) if not isinstance(value, tuple | list) else list(value)
-    saved = {"class": kind_of(bare), "groups": groups, "scalars": share.scalars}
-    return saved if (digest := code_digest(bare)) is None else {**saved, "codes": digest}
+    of_kind = states_of(type(bare))
+    saved = {"class": of_kind.kind_of(bare), "groups": groups, "scalars": share.scalars}
+    return saved if (digest := of_kind.code_digest(bare)) is None else {**saved, "codes": digest}
 
 
 def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedSegment, ...]:
@@ -311,7 +312,8 @@ def restore(
                 for key in of_name.states
                 if key != WEIGHT
             }
-            states[name] = loaded_states(bare_optimizer(optimizer), parameter, read)
+            bare = bare_optimizer(optimizer)
+            states[name] = states_of(type(bare)).loaded_states(bare, parameter, read)
     if optimizer is not None and saved is not None:
         load_optimizer(bare_optimizer(optimizer), master, states, saved, str(folder))
 
@@ -344,7 +346,7 @@ def load_optimizer(
     """Loads states into an optimizer. `states`: parameter -> state -> this rank's share. `saved`: from
     `optimizer_to_json`. Raises `ResumeError`: it is another optimizer."""
     _check_kind(optimizer, saved, where)
-    current, own = optimizer.state_dict(), kind_of(optimizer)
+    current, own = optimizer.state_dict(), states_of(type(optimizer)).kind_of(optimizer)
     groups = []
     for group, kept in zip(current["param_groups"], saved["groups"], strict=True):
         restored = {key: _scalar_from_json(value) for key, value in kept.items() if key not in HERE_AND_NOW}
@@ -365,7 +367,8 @@ def load_optimizer(
 
 
 def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str) -> None:
-    own, num_groups = kind_of(optimizer), len(optimizer.param_groups)
+    of_kind, num_groups = states_of(type(optimizer)), len(optimizer.param_groups)
+    own = of_kind.kind_of(optimizer)
     same = saved["class"] == own or {saved["class"], own} == _SAME_STATE
     if not same or len(saved["groups"]) != num_groups:
         raise ResumeError(
@@ -374,7 +377,7 @@ def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str) -> N
             where=where,
             fix="resume with the same optim",
         )
-    if saved.get("codes", digest := code_digest(optimizer)) != digest:
+    if saved.get("codes", digest := of_kind.code_digest(optimizer)) != digest:
         raise ResumeError(
             f"the codes of the states of {own} stood for other values when the checkpoint was written",
             where=where,

@@ -34,10 +34,10 @@ from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.faults import PhaseFailures, raise_non_finite
 from hf_hotspa.engine.loading import fill_from_model, load_below_adapter, load_weights, write_to_model
 from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.engine.optimizer_states import states_of
 from hf_hotspa.engine.phase import Observer, PhaseRunner, peak_memory
 from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, with_step_times
 from hf_hotspa.errors import DataError, HotspaConfigError
-from hf_hotspa.features.low_bit_optimizers.adoption import adopt, needs_adopting
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.model_check import check_same_build
@@ -516,8 +516,8 @@ class HotSPaEngine:
 
 
 def adopt_before_steps(master: MasterStore) -> RemovableHandle:
-    """Adopts low-bit optimizers (`features/low_bit_optimizers/adoption.py`) with shares of the master store before their first step, which
-    raises the errors of `adopt`.
+    """Adopts the optimizers that need it (`engine.optimizer_states`) and have shares of the master store before their
+    first step, which raises the errors of `adopt`.
 
     Returns:
         A handle that ends it.
@@ -528,10 +528,10 @@ def adopt_before_steps(master: MasterStore) -> RemovableHandle:
         to, kind = store(), type(optimizer)
         if to is None or kind in others:
             return
-        if not needs_adopting(kind):
+        if not states_of(kind).needs_adopting(kind):
             others.add(kind)
         elif any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            adopt(optimizer, to)
+            states_of(kind).adopt(optimizer, to)
 
     return register_optimizer_step_pre_hook(before)
 

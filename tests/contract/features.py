@@ -28,7 +28,7 @@ NAMED = {
     "four_bit": Named(
         r"four_?bits?|(?<!\d)4[- ]bits?\b(?! (optim|state))|four bits|\bnf4\b|\bfp4\b|linear4bit|in_4bit", 23, 2
     ),
-    "low_bit_optimizers": Named(r"low_?bit|8[- ]?bit|torchao", 13, 7),
+    "low_bit_optimizers": Named(r"low_?bit|8[- ]?bit|torchao", 13, 3),
     "slow_devices": Named(r"straggl|slow[ _-]?(device|rank)|flexible", 33, 5),
     "lora": Named(r"\blora|lora_|adapter|\bpeft", 54, 54),
     "experts": Named(r"expert|router", 43, 35),

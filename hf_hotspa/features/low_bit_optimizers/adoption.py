@@ -6,11 +6,13 @@ under every layout. Also defines how states are saved: 1-D tensors whose values 
 """
 
 import hashlib
+import importlib
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -18,7 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_hotspa.engine.master import MasterShare, MasterStore
+from hf_hotspa.engine.optimizer_states import Stored
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.features.low_bit_optimizers.terms import LOW_BIT_STATES
 from hf_hotspa.layout.placement import MASTER_ALIGNMENT
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.versions import version_of
@@ -33,13 +37,8 @@ _TORCHAO_LEAST = 4096  # elements from which torchao quantizes a parameter; torc
 _TORCHAO_KINDS = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit")
 _ELEMENTS, _SCALES, _MAPS = ("state1", "state2"), ("absmax1", "absmax2"), ("qmap1", "qmap2")
 """What bitsandbytes keeps per parameter: codes or fp32 values, the scales of blocks, and constant tables."""
-
-
-class Stored(NamedTuple):
-    """A state as it is saved: 1-D values that each cover `each` consecutive elements of the parameter."""
-
-    values: Tensor
-    each: int = 1
+FIRST_STATE = {BITSANDBYTES: {"state1", "step"}, TORCHAO: {"exp_avg", "exp_avg_sq", "step"}}
+SUGGESTED = "adamw_8bit"
 
 
 def _library_class(kind: type) -> type | None:
@@ -50,6 +49,19 @@ def library_of(kind: type) -> str | None:
     """The library of an optimizer class or its bases: `bitsandbytes`, `torchao`, or None."""
     known = _library_class(kind)
     return None if known is None else known.__module__.partition(".")[0]
+
+
+def library_of_optim(optim: str) -> str | None:
+    """The library of a value of `--optim`; None for another one."""
+    if optim not in LOW_BIT_STATES:
+        return None
+    return TORCHAO if "torch" in optim else BITSANDBYTES
+
+
+def register_types() -> None:
+    """Lets torch load torchao's tensors, if it is in use."""
+    if TORCHAO in sys.modules:
+        importlib.import_module("torchao.optim")
 
 
 def check_installed(library: str, optim: str) -> None:
@@ -64,7 +76,7 @@ def check_installed(library: str, optim: str) -> None:
         )
 
 
-def check_low_bit(optimizer: Optimizer) -> None:
+def check(optimizer: Optimizer) -> None:
     """Raises `UnsupportedError` for an optimizer of these libraries that would depend on the layout, or is untested."""
     library, kind, attributes = library_of(type(optimizer)), type(optimizer), vars(optimizer)
     check_installed(str(library), kind.__name__)
@@ -157,7 +169,7 @@ def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str,
     """Makes an optimizer of these libraries decide by complete parameters; it has shares of the master store.
     `overrides`: id of a share -> its parameter's overrides in `GlobalOptimManager`. Raises `UnsupportedError`: the
     optimizer cannot be honoured; it is unchanged."""
-    check_low_bit(optimizer)
+    check(optimizer)
     if not _is_ours(type(optimizer)):
         kind: Any = type(optimizer)
         optimizer.__class__ = _on_shares(kind)
@@ -198,7 +210,7 @@ def disown(optimizer: Any) -> None:
 
 def needs_adopting(kind: type) -> bool:
     """Whether it is such a class without the changes of `adopt`."""
-    return library_of(kind) is not None and not _is_ours(kind)
+    return not _is_ours(kind)
 
 
 # -- states as they are saved -------------------------------------------------------------------------------------------
@@ -207,19 +219,15 @@ def needs_adopting(kind: type) -> bool:
 def kind_of(optimizer: Optimizer) -> str:
     """The optimizer's name in checkpoints; only the same kind can load the states."""
     library, name = library_of(type(optimizer)), type(optimizer).__name__
-    if library is None:
-        return name
     attributes: Any = vars(optimizer)
     if library == TORCHAO:
         return f"{library}.{name} in blocks of {attributes['block_size']}"
     return f"{library}.{name} of {attributes['args'].optim_bits} bits"
 
 
-def code_digest(optimizer: Any) -> str | None:
-    """A digest of what the codes in its states mean; None without codes."""
+def code_digest(optimizer: Any) -> str:
+    """A digest of what the codes in its states mean."""
     library = library_of(type(optimizer))
-    if library is None:
-        return None
     tables = [_maps(optimizer)[name] for name in _MAPS] if library == BITSANDBYTES else [
         optimizer._subclass_zeros(torch.empty(optimizer.block_size), signed, optimizer.block_size).qmap
         for signed in (True, False)

@@ -6,7 +6,7 @@ Its hooks; see `hf_hotspa.seam`.
 from typing import Any
 
 from hf_hotspa.features.slow_devices.mode import HandOver
-from hf_hotspa.seam import Flags, Measure, settings
+from hf_hotspa.seam import Flags, Measure, State, settings
 
 options = HandOver
 
@@ -27,8 +27,11 @@ def attach(replica: Any, description: Any, options: Any) -> tuple[Any, ...]:
     return (make_flexible(replica),)
 
 
-def state(engine: Any, args: Any, plan: Any) -> Any:
+def _watch(engine: Any, args: Any, plan: Any) -> Any:
     """The watch over the devices of a run; None if off, or with a single device."""
     from hf_hotspa.features.slow_devices.device_watch import watch_devices
 
     return watch_devices(engine, args, plan)
+
+
+state = State(run=_watch)
