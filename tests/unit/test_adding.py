@@ -57,7 +57,7 @@ def test_the_files_that_read_an_option_or_a_degree_are_those_of_the_page(title, 
     assert len(files_of(title)) <= 8
 
 
-ONE_LINE = re.compile(r"^FEATURES = \((.*)\)$", re.MULTILINE)
+LIST = re.compile(r"^FEATURES = \((.*?),?\n?\)", re.MULTILINE | re.DOTALL)
 USED = """
 import json
 from functools import partial
@@ -132,7 +132,7 @@ def test_a_feature_is_its_folder_and_one_line(tmp_path):
         (root / file).parent.mkdir(exist_ok=True)
         (root / file).write_text(code)
     seam = root / "hf_hotspa" / "seam.py"
-    seam.write_text(ONE_LINE.sub(r'FEATURES = (\1, "pause")', seam.read_text()))
+    seam.write_text(LIST.sub(r'FEATURES = (\1,\n    "pause",\n)', seam.read_text()))
     done = run_in(root, "-c", USED)
     assert done.stdout.endswith("all of it works\n"), done.stderr[-3000:]
 
@@ -143,7 +143,7 @@ def test_a_feature_is_removed_with_its_folder_and_one_line(tmp_path):
     root = copied(tmp_path)
     shutil.rmtree(root / "hf_hotspa" / "features" / "pipedream")
     seam = root / "hf_hotspa" / "seam.py"
-    seam.write_text(seam.read_text().replace('"pipedream", ', "").replace(', "pipedream"', ""))
+    seam.write_text(seam.read_text().replace('    "pipedream",\n', ""))
     for path in [*(root / "tests").rglob("test_pipedream*.py")]:
         path.unlink()
     done = run_in(
