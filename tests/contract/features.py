@@ -24,17 +24,21 @@ class Named(NamedTuple):
 
 
 NAMED = {
-    "pipedream": Named(r"pipe_?dream", 17, 3),
+    "pipedream": Named(r"pipe_?dream", 17, 1),
     "four_bit": Named(
         r"four_?bits?|(?<!\d)4[- ]bits?\b(?! (optim|state))|four bits|\bnf4\b|\bfp4\b|linear4bit|in_4bit", 23, 2
     ),
     "low_bit_optimizers": Named(r"low_?bit|8[- ]?bit|torchao", 13, 3),
     "slow_devices": Named(r"straggl|slow[ _-]?(device|rank)|flexible", 33, 5),
-    "lora": Named(r"\blora|lora_|adapter|\bpeft", 54, 54),
-    "experts": Named(r"expert|router", 43, 35),
-    "token_chunks": Named(
-        r"token_?chunk|(?<!attention_)(?<!torch_)chunk_|_chunks?\b|chunks? of tokens|\+ck|\.ck\b|\.kh\b|\.kg\b", 35, 28
+    "lora": Named(r"\blora|lora_|adapter|\bpeft", 54, 42),
+    # that a model has experts, and where they are, is placement
+    "experts": Named(
+        r"expert_?parallel|expert_?capacit|capacity of experts|router_?loss|balance loss|router_?layer|record_routers|"
+        r"recordable_routers|chunkrouters|dropped_tokens|expert_tokens",
+        20,
+        7,
     ),
+    "token_chunks": Named(r"token_?chunk|\+ck|\+kg|\+kh|\.ck\b|\.kh\b|\.kg\b|chunks? of tokens|ck_unsupported", 27, 19),
     "dropout": Named(r"drop_?out|neftune|embedding_?noise", 20, 19),
     "isolation": Named(r"isolat|delta_?net|mixes_packed", 11, 4),
 }

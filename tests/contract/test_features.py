@@ -22,6 +22,10 @@ def test_few_files_name_a_feature(feature: str) -> None:
     assert len(files) <= NAMED[feature].most <= NAMED[feature].at_first, "\n".join(files)
 
 
+def test_all_features_together_are_named_half_as_often_as_without_the_seam() -> None:
+    assert 2 * sum(named.most for named in NAMED.values()) <= sum(named.at_first for named in NAMED.values())
+
+
 def test_a_feature_defines_hooks_and_no_more_than_eight_exist() -> None:
     assert len(seam.HOOKS) <= 8
     for feature in seam.FEATURES:
