@@ -256,7 +256,7 @@ def drive(
     rng: random.Random,
     *,
     staging_bytes: int | None = None,
-    progress: Callable[[int], SwitchJob] | None = None,
+    progress: Callable[[int], Any] | None = None,  # what stands for a `SwitchJob`, by rank
     devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> list[SwitchStats]:
     """Runs a switch of all ranks in this thread, the ranks in another random order in every step.
