@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from written_plans import transfers_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.engine.executor import SwitchExecutor, SwitchJob, SwitchStats
+from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.layout.placement import Layout, gradient_layout, strategy_layout
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.plan import rounds
