@@ -167,7 +167,7 @@ def least_limit(model: Any, args: Any, longest: int) -> tuple[int, int]:
     sequence that data parallelism holds within it. Collective."""
     import torch
 
-    from hf_hotspa.calibrate.calibrate import calibrate
+    from hf_hotspa.calibrate.model_calibration import calibrate
     from hf_hotspa.model.specs import describe_model
     from hf_hotspa.strategy import Strategy, legal_strategies
     from hf_hotspa.trainer.run_plan import START_S, cost_model

@@ -108,7 +108,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, name: str, 
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.calibrate.calibrate import calibrate
+    from hf_hotspa.calibrate.model_calibration import calibrate
     from hf_hotspa.engine.engine import HotSPaEngine
 
     model = make_model(name)
@@ -147,7 +147,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, name: str, 
 
 def calibrated(rank: int, world_size: int, options: argparse.Namespace, name: str) -> Any:
     """`(calibration, sizes of the model)`; the work of one rank."""
-    from hf_hotspa.calibrate.calibrate import calibrate
+    from hf_hotspa.calibrate.model_calibration import calibrate
     from hf_hotspa.model.specs import describe_model
 
     model = make_model(name)

@@ -50,7 +50,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.calibrate.calibrate import calibrate
+    from hf_hotspa.calibrate.model_calibration import calibrate
     from hf_hotspa.costs.cost_model import CostModel
     from hf_hotspa.costs.memory import MemoryOptions
     from hf_hotspa.costs.online_calibration import PhaseSeconds

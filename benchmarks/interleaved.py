@@ -27,9 +27,9 @@ from worlds import run_world
 from hf_hotspa.costs.time import Pipeline, pipeline_seconds
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.packing.pipeline_order import interleaved_order, reaches
+from hf_hotspa.parallel.pipeline import Pack
 from hf_hotspa.strategy import Bucket, Strategy
 
 ROUNDS = (1, 2)
@@ -77,7 +77,7 @@ def run_side(rank: int, world_size: int, options: argparse.Namespace, rounds: in
     (runner,) = engine.phases.values()
     parts = {id(part): index for index, part in enumerate(runner.parts)}
     log: list[Pass] = []
-    chunk = token_chunks.Chunk
+    chunk = Pack
     chunk.forward = _recorded(log, parts, False, chunk.forward)  # type: ignore[method-assign]
     chunk.backward = _recorded(log, parts, True, chunk.backward)  # type: ignore[method-assign]
     collate = PackedBucketCollator([bucket], rank=rank, vocab_size=model.config.vocab_size)

@@ -24,12 +24,12 @@ from result_file import write_json
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from worlds import run_world
 
-from hf_hotspa.calibrate.calibrate import calibrate
+from hf_hotspa.calibrate.model_calibration import calibrate
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.parallel.pipeline import Pack
 from hf_hotspa.strategy import Bucket, Strategy
 
 STAGES = 2
@@ -95,7 +95,7 @@ def run_cuts(rank: int, world_size: int, options: argparse.Namespace, cache: str
     model = Qwen2MoeForCausalLM(config).train()
     bucket = Bucket(strategy, options.tokens, options.tokens)
     log: list[float] = []
-    chunk = token_chunks.Chunk
+    chunk = Pack
     chunk.forward = _recorded(log, chunk.forward)  # type: ignore[method-assign]
     chunk.backward = _recorded(log, chunk.backward)  # type: ignore[method-assign]
     draw = torch.Generator().manual_seed(0)

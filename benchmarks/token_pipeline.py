@@ -23,10 +23,10 @@ from worlds import run_world
 from hf_hotspa.costs.time import Pipeline, pipeline_seconds
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import choose_passes
+from hf_hotspa.parallel.pipeline import Pack
 from hf_hotspa.strategy import Bucket, Strategy
 
 
@@ -73,8 +73,8 @@ def run_side(
         0, model.config.vocab_size, (options.tokens,), generator=torch.Generator().manual_seed(0)
     ).tolist()
     forward, backward = list[float](), list[float]()
-    token_chunks.Chunk.forward = _timed(forward, token_chunks.Chunk.forward)  # type: ignore[method-assign]
-    token_chunks.Chunk.backward = _timed(backward, token_chunks.Chunk.backward)  # type: ignore[method-assign]
+    Pack.forward = _timed(forward, Pack.forward)  # type: ignore[method-assign]
+    Pack.backward = _timed(backward, Pack.backward)  # type: ignore[method-assign]
     best: tuple[float, float, list[float], list[float]] | None = None
     for turn in range(options.repeats + 1):
         forward.clear()

@@ -37,7 +37,7 @@ from stdlib_corpus import CHAT_TEMPLATE, build_corpus, build_tokenizer, print_le
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed  # noqa: E402
 
 from hf_hotspa import HotSPaTrainer, HotSPaTrainingArguments  # noqa: E402
-from hf_hotspa.calibrate.calibrate import calibrate  # noqa: E402
+from hf_hotspa.calibrate.model_calibration import calibrate  # noqa: E402
 from hf_hotspa.data.prepare import load_source, prepare_dataset  # noqa: E402
 from hf_hotspa.rows.scan import scan_dataset  # noqa: E402
 from hf_hotspa.trainer import script as own  # noqa: E402

@@ -12,7 +12,7 @@ from torch.cuda import device_count
 MODULES = (
     "transformers.trainer",
     "hf_hotspa.trainer.trainer",
-    "hf_hotspa.calibrate.calibrate",
+    "hf_hotspa.calibrate.model_calibration",
     "tests.families",
     "tests.oracle",
 )

@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.calibrate.calibrate import cached_calibration, calibrate, calibration_key
+from hf_hotspa.calibrate.model_calibration import cached_calibration, calibrate, calibration_key
 from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Device, Hardware

@@ -107,7 +107,7 @@ class _Planner:
         import bf16_products
         import torch
 
-        from hf_hotspa.calibrate.calibrate import calibrate
+        from hf_hotspa.calibrate.model_calibration import calibrate
         from hf_hotspa.costs.cost_model import CostModel
         from hf_hotspa.costs.memory import MemoryOptions
         from hf_hotspa.costs.sizes import ModelSizes

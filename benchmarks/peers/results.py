@@ -23,7 +23,7 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from bf16_products import has_instructions
 
-    from hf_hotspa.calibrate.calibrate import cpu_name
+    from hf_hotspa.calibrate.model_calibration import cpu_name
 
     facts: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)),

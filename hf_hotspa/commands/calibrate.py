@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from transformers import AutoConfig
 
-from hf_hotspa.calibrate.calibrate import calibrate
+from hf_hotspa.calibrate.model_calibration import calibrate
 from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes

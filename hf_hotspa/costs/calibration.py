@@ -1,7 +1,7 @@
 """A calibration: the measurements of one model on one machine, and the cost models fitted to them.
 
 Defines its key and measurements with valid ranges, its JSON file and the file's place in the cache. Raw measurements
-are stored and models are fitted on demand, so a better fit needs no new measurement. `calibrate/calibrate.py`
+are stored and models are fitted on demand, so a better fit needs no new measurement. `calibrate/model_calibration.py`
 measures.
 """
 
@@ -185,7 +185,7 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of one model on one machine. `calibrate/calibrate.py` takes them."""
+    """Measurements of one model on one machine. `calibrate/model_calibration.py` takes them."""
 
     key: CalibrationKey
     model: ModelFacts

@@ -65,6 +65,12 @@ def test_features_are_imported_by_the_seam_alone() -> None:
     assert len(direct) <= DIRECT, "\n".join(direct)
 
 
+def test_no_two_files_of_one_name_hold_different_subjects() -> None:
+    usual = {"__init__.py", "feature.py", "mode.py", "terms.py", "arguments.py"}  # what they hold is the same everywhere
+    names = [name for file in FILES if (name := Path(file).name) not in usual]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_the_table_is_short() -> None:
     assert len(LAYERS) <= 22
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_hotspa.calibrate import calibrate as measured
-from hf_hotspa.calibrate.calibrate import calibrate
+from hf_hotspa.calibrate import model_calibration as measured
+from hf_hotspa.calibrate.model_calibration import calibrate
 from hf_hotspa.calibrate.probe import layer_counts, small_copy
 from hf_hotspa.cli import main
 from hf_hotspa.costs.calibration import Calibration

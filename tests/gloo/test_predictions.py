@@ -69,7 +69,7 @@ def four_runs(rank, world_size, folder, file):
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.calibrate.calibrate import calibration_key
+    from hf_hotspa.calibrate.model_calibration import calibration_key
 
     warnings = Warnings()
     logging.getLogger("hf_hotspa.trainer.run_plan").addHandler(warnings)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import hf_hotspa.calibrate.calibrate as calibration_of
+import hf_hotspa.calibrate.model_calibration as calibration_of
 from hf_hotspa.calibrate import probe
-from hf_hotspa.calibrate.calibrate import calibrate
+from hf_hotspa.calibrate.model_calibration import calibrate
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes

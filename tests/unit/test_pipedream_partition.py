@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.features.pipedream.partition import Partition, of_formulas, partition
+from hf_hotspa.features.pipedream.unequal_stages import Partition, of_formulas, partition
 from hf_hotspa.search.setup import Setup
 from tests.unit.test_stages import cuts
 

@@ -28,7 +28,7 @@ class Partitioned(Options):
     """Asks `hf-hotspa formulas` for PipeDream's partition."""
 
     def of_formulas(self, setup: Any, micro: int, tokens: int) -> Any:
-        from hf_hotspa.features.pipedream.partition import of_formulas
+        from hf_hotspa.features.pipedream.unequal_stages import of_formulas
 
         return of_formulas(setup, micro, tokens)
 
