@@ -66,7 +66,13 @@ def test_features_are_imported_by_the_seam_alone() -> None:
 
 
 def test_no_two_files_of_one_name_hold_different_subjects() -> None:
-    usual = {"__init__.py", "feature.py", "mode.py", "terms.py", "arguments.py"}  # what they hold is the same everywhere
+    usual = {
+        "__init__.py",
+        "feature.py",
+        "mode.py",
+        "terms.py",
+        "arguments.py",
+    }  # what they hold is the same everywhere
     names = [name for file in FILES if (name := Path(file).name) not in usual]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
