@@ -43,10 +43,10 @@ def test_the_page_of_features_is_made_from_the_code() -> None:
 
 
 def test_settings_are_named_by_their_folder() -> None:
-    from hf_hotspa.features.pipedream.mode import PipeDream
+    from hf_hotspa.features.dropout.mode import Noise
 
-    named = seam.by_name((PipeDream(),))
+    named = seam.by_name((Noise(5.0),))
     assert named.keys() == set(seam.FEATURES)
-    assert [name for name, settings in named.items() if settings is not None] == ["pipedream"]
-    assert seam.settings((PipeDream(),), PipeDream) == PipeDream()
-    assert seam.settings((), PipeDream) is None
+    assert [name for name, settings in named.items() if settings is not None] == ["dropout"]
+    assert seam.settings((Noise(5.0),), Noise) == Noise(5.0)
+    assert seam.settings((), Noise) is None
