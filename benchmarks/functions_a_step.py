@@ -2,7 +2,7 @@
 
     python benchmarks/functions_a_step.py [--list]
 
-One process trains a tiny model with the default flags of `HotSPaTrainer`; the fourth step is noteed at, in all threads. A function
+One process trains a tiny model with the default flags of `HotSPaTrainer`; the fourth step is looked at, in all threads. A function
 counts once, however often it is called; so does a lambda or a comprehension that has its own frame.
 """
 

@@ -1,6 +1,6 @@
 """Seconds of a switch: loading a strategy's weights from the master store, and returning its gradients.
 
-Estimated from sizes alone, for the many strategies of a search. The fluid port model (`plan/ports.py`) is a lower
+Estimated from sizes alone, for the many strategies of a search. The fluid port model (`plan/switch_plan.py`) is a lower
 bound: real transfers reach `efficiency` of its speed, and every switch has a fixed cost.
 
 Fully sharded strategies (`+z2`, `+z3`) move their units during computation instead (`Streams`). For every pack they
