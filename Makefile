@@ -82,11 +82,18 @@ test-nodes: $(INSTALLED)  ## The ways of starting on two nodes, and jobs that lo
 	$(ONE_THREAD) $(PY) -m tests.node_trials --trials $(NODE_TRIALS)
 
 .PHONY: test-slow
-test-slow: $(INSTALLED)  ## The slow tests, and the tests with the oldest releases; both run, whatever the first says
+test-slow: $(INSTALLED)  ## The slow tests, the tests with the oldest releases, and coverage; all run, whatever the first says
 	@failed=0; \
 	$(ONE_THREAD) $(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS) || failed=1; \
 	$(PY) -m tests.oldest $(OLDEST_ARGS) || failed=1; \
+	$(MAKE) --no-print-directory coverage || failed=1; \
 	exit $$failed
+
+# Of one process: what ranks run is judged by the exactness of their results, and tracing would slow them past their time limits.
+.PHONY: coverage
+coverage: $(INSTALLED)  ## Which lines the one-process tests run: a table, and out/coverage/index.html
+	$(ONE_THREAD) $(PY) -m pytest -q -m "not slow and not gpu" -n auto --maxprocesses 8 --dist worksteal tests/contract tests/unit \
+		--cov=hf_hotspa --cov=trainer --cov=callbacks --cov-report=term:skip-covered --cov-report=html:out/coverage $(PYTEST_ARGS)
 
 # An environment of its own, in .cache/oldest: gigabytes, where torch comes with its CUDA libraries.
 .PHONY: test-oldest

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hf_hotspa._lazy import needs_training_libraries
-from hf_hotspa.commands import checkpoint_files, inputs
+from hf_hotspa.commands import checkpoint_files, environment, inputs
 from hf_hotspa.commands.inputs import add_flags, file_to_write, whole
 from hf_hotspa.commands.train_help import HELP, OVERVIEW
 from hf_hotspa.costs.calibration import FrozenBase
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands, setup)
     _add_estimate(commands, setup)
     _add_calibrate(commands, model)
-    for add in (_add_formulas, inputs.add_parsers, _add_reports, checkpoint_files.add_parsers):
+    for add in (_add_formulas, inputs.add_parsers, _add_reports, checkpoint_files.add_parsers, environment.add_parsers):
         add(commands)
     return parser
 

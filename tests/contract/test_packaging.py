@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -223,3 +224,20 @@ assert hf_hotspa.HotSPaTrainer is hf_hotspa.trainer.HotSPaTrainer
 print("ok")
 """
     assert _python(code, ROOT) == "ok"
+
+
+def test_hosted_checks_are_targets_of_the_makefile() -> None:
+    """The workflow, the hooks before a commit and `.ci/run` call what a contributor calls."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    called = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert {command.removeprefix("make ") for command in called} == {"install", "lint", "docs", "test"} <= targets
+    of_ci = re.findall(r"^make ([a-z]+)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert set(of_ci) == {"install", "lint", "docs", "test"}
+    oldest = SpecifierSet(_setup_cfg()["options"]["python_requires"])
+    assert all(python in oldest for python in workflow["jobs"]["test"]["strategy"]["matrix"]["python"])
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    lint = (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
+    for hook in hooks:
+        command = hook["entry"].removeprefix(".venv/bin/").removeprefix("make ")
+        assert command.split()[0] in lint + "lint"
