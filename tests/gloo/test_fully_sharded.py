@@ -12,7 +12,7 @@ from tests.gloo.test_exact import check, rank_errors
 from tests.harness import run_ranks
 from tests.oracle import random_rows
 from tests.tiny_families import tiny_model_of
-from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error, worst_error_with_logits
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -23,7 +23,6 @@ STRATEGIES = (
     "tp4+z3", "pp4+z3", "tp2pp2+rc2+z3", "tp2pp2+sp+z2", "dp2cp2+z3", "cp4+rc+z3", "cp2tp2+sp+z3", "cp2pp2+z2", "dp2cp2+ck19+z3",
     "dp4+ck15+kg1+z3", "dp2tp2+ck13+kg2+kh+z2", "dp2pp2+ck17+z3", "dp2pp2+rc+ck15+z2", "pp4+ck19+z3",
 )  # fmt: skip
-HOT = "dp4+z3:4@24,dp2tp2+z2:7@32,tp2pp2+z3:10@30,dp4+rc+z3:14@34,tp4:40@40,dp2pp2+ck9+z3:45@60,dp2tp2+ck11+z2:60@64"
 QUICK = ("qwen3_qk_norm_tied",)
 
 
@@ -33,55 +32,6 @@ def test_every_strategy(family):
     buckets = [f"{s}:40@67" for s in STRATEGIES if Strategy.parse(s).unsupported_reason(shape) is None]
     assert len(buckets) >= 11
     check(run_ranks(4, rank_errors, family, torch.float64, buckets, [LOSS, {}, OVERLAP], timeout=300), torch.float64)
-
-
-def one_mini_batch(rank, world_size, family, options):
-    return worst_error_with_logits(tiny_model(family, torch.float64), HOT, 40, **options)
-
-
-BESIDE = {"overlap": {**OVERLAP, "second_source": True, "devices_per_node": 2}, "loss in chunks": LOSS}
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        pytest.param(f, name, marks=() if (f, name) == (QUICK[0], "overlap") else pytest.mark.slow)
-        for f in (*QUICK, "llama_gqa_bias")
-        for name in BESIDE
-    ],
-)
-def test_beside_other_strategies_in_one_mini_batch(family, options):
-    """Trained, and evaluated with logits."""
-    assert max(run_ranks(4, one_mini_batch, family, BESIDE[options])) <= 1e-11
-
-
-def replicas_without_packs(rank, world_size):
-    """One sequence for four replicas; then two packs for one of them and one for another."""
-    model = tiny_model("llama_gqa_bias", torch.float64)
-    found = []
-    for buckets in (
-        "dp4+z3:40@40",
-        "dp4+z2:40@40",
-        "dp2pp2+z3:40@40",
-        "dp4+ck17+z3:40@40",
-        "dp2cp2+z3:40@40",
-        "dp2pp2+ck19+z3:40@64",
-        "dp2pp2+ck15+z2:40@40",
-        "cp2pp2+rc+ck17+z3:40@64",
-    ):
-        engine = make_engine(model, buckets)
-        for lengths in ([33], [40, 39, 38, 37, 36], [11]):
-            rows = [{"input_ids": ids, "labels": ids} for n in lengths for ids in [list(range(3, 3 + n))]]
-            reference = shared_reference(model, rows)
-            found.append(worst_error(engine, make_mini_batch(engine, rows), *reference)[0])
-        engine.close()
-    return found
-
-
-@pytest.mark.slow
-def test_replicas_with_fewer_packs_or_none():
-    for found in run_ranks(4, replicas_without_packs):
-        assert max(found) <= 1e-11
 
 
 def other_models(rank, world_size):

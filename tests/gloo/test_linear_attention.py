@@ -16,19 +16,11 @@ from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_e
 
 pytestmark = pytest.mark.gloo
 
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 MIXES = {
     2: ("dp2+ck1:12@16,cp2+ck7:24@30,tp2+sp+ck11+kg2:40@48", "pp2+ck5+rc:12@30,dp2+z3+ck3+kh:24@40,cp2:40@48"),
     4: ("dp4+ck1:8@16,dp2cp2+ck5:24@48,tp2pp2+rc+ck9:40@60", "cp4+ck2:8@12,dp2tp2+sp:24@48,pp4+ck7:40@60"),
 }
 """Three strategies in one mini-batch, by the number of ranks."""
-ALONE = {
-    2: (
-        "dp2+ck1", "dp2+ck4+kg2", "dp2+ck7+rc", "dp2+z3+ck6", "dp2+rc+z2", "tp2+sp", "tp2+sp+rc+ck5", "tp2+ck1", "pp2", "pp2+v2",
-        "pp2+ck4", "pp2+ck1+rc", "cp2", "cp2+ck3", "cp2+ck9+rc", "cp2+z3", "cp2+rc",
-    ),
-    4: ("dp2cp2", "cp4", "cp4+ck3", "tp2cp2", "tp2cp2+sp+ck7", "tp4", "tp4+sp+ck6", "cp2pp2", "cp2pp2+ck5", "dp2tp2+z3", "tp2pp2+sp", "dp2pp2+ck8"),
-}  # fmt: skip
 WAYS = ("ulysses", "allgather", "ring")
 
 
@@ -52,22 +44,6 @@ def check(found, least):
 
 def test_three_strategies_in_a_mini_batch():
     check(run_ranks(2, errors_of, "qwen3_5_text", MIXES[2][:1], ("allgather",))[0], 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_strategy(world_size, family):
-    """Of which qwen3_next has experts and projections of one head beside the other, and olmo_hybrid all of them apart."""
-    alone = [s for s in ALONE[world_size] if not (family == "olmo_hybrid" and "sp" in s)]
-    mixes = () if family == "olmo_hybrid" else MIXES[world_size]
-    found = run_ranks(world_size, errors_of, family, [*mixes, *(f"{s}:40@60" for s in alone)], WAYS[:2], timeout=900)[0]
-    check(found, len(alone) + len(mixes))
-
-
-@pytest.mark.slow
-def test_attention_on_a_ring_beside_it():
-    check(run_ranks(4, errors_of, "qwen3_next", ["cp4:40@60", "dp2cp2:40@60"], ("ring",))[0], 2)
 
 
 def of_few_tokens(rank, world_size):
@@ -148,13 +124,3 @@ def test_the_trainer_is_the_stock_trainer_one_row_at_a_time(tmp_path):
     assert len(losses) == len(expected) == 20
     assert max(abs(losses[step] - expected[step]) / expected[step] for step in expected) <= 1e-4  # logs are rounded
     assert max(relative_error(weights[name], expected_weights[name]) for name in expected_weights) <= 1e-11
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits(tmp_path):
-    options = {"hotspa_strategies": "dp2+ck3:8@16,tp2+sp:20@32,cp2+ck9:40@48"}
-    _, whole = run_ranks(2, twenty_steps, str(tmp_path / "run"), None, options, timeout=600)[0]
-    path = str(tmp_path / "run" / "checkpoint-10")
-    losses, resumed = run_ranks(2, twenty_steps, str(tmp_path / "again"), path, options, timeout=600)[0]
-    assert sorted(losses) == list(range(11, 21))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from hf_hotspa.model.specs import describe_model
-from hf_hotspa.strategy import strategies_of
 from tests.families import MIXTURE
 from tests.harness import run_ranks
 from tests.lora import FAMILIES, tiny_lora
@@ -92,17 +90,6 @@ def test_every_schedule_and_overlap(schedule, overlap):
         pool = pool.replace("+ck7", "") if schedule == "gpipe" else pool  # which refuses chunks in a pipeline
         cases.append((name, (family, pool, lora), options))
     check(run_ranks(4, one_step_errors, cases, timeout=300), len(cases))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("world_size", [4, 8])
-def test_every_strategy(family, world_size):
-    shape = describe_model(tiny_lora(family)).shape
-    strategies = [s for s in strategies_of(world_size) if s.unsupported_reason(shape) is None]
-    assert len(strategies) == {4: 6, 8: 9}[world_size]
-    cases = [(str(s), (family, f"{s}:60@64", {}), {}) for s in strategies]
-    check(run_ranks(world_size, one_step_errors, cases, timeout=300), len(cases))
 
 
 def mixed_dtypes(rank, world_size):

@@ -67,16 +67,6 @@ def test_every_way_to_switch_is_exact(planner, second_source, overlap):
     assert max(worst for worst, _ in results) <= 1e-11
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=pytest.mark.slow) for f in ("llama_uneven", "phi3_fused", "gemma2_soft_caps")]
-)
-def test_relays_are_exact_for_awkward_families(family):
-    options = {"second_source": True, "devices_per_node": 2, "staging_bytes": 1 << 13, "overlap_load": True}
-    buckets = "dp4:8@16,dp2tp2:16@24,tp4:60" if family != "llama_uneven" else "dp4:8@16,pp4:16@24,tp4:60"
-    results = run_ranks(4, steps, family, torch.float64, buckets, options)
-    assert max(worst for worst, _ in results) <= 1e-11
-
-
 def test_nodes_of_three_and_one():
     options = {"devices_per_node": 3, "second_source": True}
     results = run_ranks(4, steps, "llama_gqa_bias", torch.float64, POOL, options)

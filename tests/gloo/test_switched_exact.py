@@ -49,10 +49,6 @@ MIXES = {
         "dp4+z3:14@64,cp2pp2+ck9:40@96,tp4+ck13:64@96",
     ],
 }
-SLOW_MIXES = {
-    2: ["pp2+ck9:14@64,cp2+ck7:64@96", "tp2+z3:14@64,dp2+z2+rc:64@96"],
-    4: ["cp2dp2+z3:24@64,tp2pp2+v2+ck9:64@96", "dp2tp2+z2:24@64,cp2tp2+sp+rc:64@96", "pp4+rc:24@64,dp2cp2+ck7:64@96"],
-}
 
 
 def _rows(model, rank, num_rows=5, seed=0):
@@ -208,15 +204,6 @@ def test_any_loss_under_any_mix(world_size):
             assert max(error, norm) <= 1e-11, (buckets, name)
             if buckets == todo[0][0]:
                 assert {k: v for k, v in passes.items() if v} == expected, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_any_loss_under_every_mix(world_size):
-    for buckets in MIXES[world_size] + SLOW_MIXES[world_size]:
-        [results] = run_ranks(world_size, mixes, [(buckets, range(len(PROGRAMS)))])[0]
-        for name, error, norm, _ in results:
-            assert max(error, norm) <= 1e-11, (buckets, name)
 
 
 def under_ddp(rank, world_size):
@@ -424,17 +411,6 @@ def test_mixtures_with_the_balance_loss_of_each_rank():
     for buckets in (["dp2:14@64,tp2:64@96", "dp2ep2:24@64,pp2:64@96"], ["cp2:24@64,dp2+z3:64@96"]):
         for one, name, error in run_ranks(2, balance, buckets)[0]:
             assert error <= 1e-6, (one, name)
-
-
-@pytest.mark.slow
-def test_mixtures_on_four_ranks():
-    buckets = [
-        "dp4:14@64,dp2tp2:24@64,cp2dp2:40@96,tp2pp2:64@128",
-        "dp4ep2:24@64,pp2ep2dp2:64@96",
-        "dp4+rc:24@64,pp4:64@96",
-    ]
-    for one, name, error in run_ranks(4, balance, buckets)[0]:
-        assert error <= 1e-6, (one, name)
 
 
 def test_numbers_of_tokens_are_those_of_their_definition():

@@ -2,7 +2,6 @@
 
 import math
 import re
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
-from hf_hotspa.strategy import Strategy, strategies_of
-from tests.families import FAMILIES, tiny_model
+from hf_hotspa.strategy import Strategy
+from tests.families import tiny_model
 from tests.family_sweep import gradient_errors
 from tests.gloo import test_dropout as dropout
 from tests.gloo import test_lora as lora
@@ -34,47 +33,6 @@ pytestmark = pytest.mark.gloo
 LOSS = {"loss_chunk_tokens": 7}
 OVERLAP = {"overlap_load": True, "overlap_return": True}
 HOT = "dp4+ck1+kg1:4@24,dp2tp2+sp+ck7+kh:14@32,tp2pp2+rc+ck11:40@50,pp4+ck6:52@64,tp4+ck13:60@64"
-
-
-SIZES = (3, 7, 13, 39, 40, 6, 11, 64, 5, 19, 1)
-LARGE = (13, 39, 17, 40, 11, 64, 19)
-"""Chunks of all sorts of sizes; and those that leave sequences of 40 tokens in four parts at most, which costs less."""
-
-
-def chunked_buckets(world_size: int, family: str, of_chunks: tuple[int, ...]) -> list[str]:
-    """Every strategy, with and without `+sp` and `+rc`, in chunks of these sizes in turn."""
-    shape = describe_model(tiny_model(family)).shape
-    found, sizes = [], cycle(of_chunks)
-    kept = cycle(("", "+kh", "+kg2", "+kg3+kh"))
-    for strategy in strategies_of(world_size):
-        for options in (
-            "",
-            "+rc",
-            *(("+sp", "+sp+rc2") if strategy.tp > 1 and not shape.sp_unsupported_reason else ()),
-        ):
-            found.append(f"{strategy}{options}+ck{next(sizes)}{next(kept) if strategy.pp == 1 else ''}:40@67")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        pytest.param("qwen3_qk_norm_tied", LARGE, marks=pytest.mark.slow),
-        *(pytest.param(f, SIZES, marks=pytest.mark.slow) for f in FAMILIES),
-    ],
-)
-def test_every_strategy(family, sizes):
-    """Chunks of one token: in the mini-batch with other strategies, below, and in the slow test of every size."""
-    buckets = chunked_buckets(4, family, sizes)
-    assert len(buckets) in (12, 18)
-    check(run_ranks(4, rank_errors, family, torch.float64, buckets, [LOSS, {}, OVERLAP], timeout=300), torch.float64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_size_of_a_chunk(family):
-    buckets = [f"dp1+ck{most}:40@64" for most in range(1, 42)]
-    check(run_ranks(1, rank_errors, family, torch.float64, buckets, [{}], timeout=300), torch.float64)
 
 
 def errors_of_family(rank, world_size, family):

@@ -128,6 +128,7 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_switch_timeout": 0.0}, HotspaConfigError, "hotspa_switch_timeout is 0.0"),
         ({"hotspa_attention_dropout": 0.1}, HotspaConfigError, "hotspa_attention_dropout is 0.1"),
         ({"hotspa_skip_non_finite": -1}, HotspaConfigError, "hotspa_skip_non_finite is -1"),
+        ({"hotspa_trace_steps": -1}, HotspaConfigError, "hotspa_trace_steps is -1"),
         (
             {RECOMPUTE: True, f"{RECOMPUTE}_kwargs": {"offload": True}},
             UnsupportedError,

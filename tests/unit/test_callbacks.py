@@ -81,15 +81,6 @@ def test_no_trace_and_other_ranks_write_nothing(tmp_path):
         TraceCallback(steps=-1)
 
 
-def test_the_flags_are_checked(tmp_path):
-    common = {"output_dir": str(tmp_path), "use_cpu": True, "hotspa_strategies": "dp1:64"}
-    args = HotSPaTrainingArguments(**common)
-    assert args.hotspa_report
-    assert args.hotspa_trace_steps == 3
-    with pytest.raises(HotspaConfigError, match="hotspa_trace_steps is -1"):
-        HotSPaTrainingArguments(**common, hotspa_trace_steps=-1)
-
-
 def test_the_page_comes_at_the_end_and_says_where_it_is(tmp_path, capsys):
     run_callback(ReportCallback(), tmp_path, 3)
     page = tmp_path / "hotspa_report" / "report.html"

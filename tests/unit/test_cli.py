@@ -14,7 +14,7 @@ from hf_hotspa.cli import main
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import PLANNED_SHARE
 from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model, model_from, preset_names
-from hf_hotspa.errors import HotspaConfigError, ModelError
+from hf_hotspa.errors import ModelError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.setup import Setup, make_plan
@@ -215,15 +215,6 @@ def test_lengths_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert answer(capsys, replaced(lengths=str(file), longest="8000"))["lengths"]["longest"] == 8000
     assert "10 of 910 lengths are above" in refusal(capsys, replaced(lengths=str(file), longest="4096"))
     assert main(replaced(lengths=str(file))) == 0
-
-
-def test_positions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    tiny_config("llama_uneven").save_pretrained(tmp_path)
-    args = replaced(model=str(tmp_path), nodes="1x2")
-    found = answer(capsys, args)
-    assert found["lengths"]["longest"] == 256
-    assert found["notes"] == []
-    assert "256 positions" in answer(capsys, [*args, "--longest", "300"])["notes"][0]
 
 
 def test_the_optimizer_decides_what_is_kept_and_so_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -455,11 +446,6 @@ def test_machines_are_listed_and_printed_to_be_changed(capsys: pytest.CaptureFix
     assert found["limit_bytes"] == 27_000 << 20
     assert found["hardware"] == "l40s-48g-own"
     assert "did you mean" in refusal(capsys, ["hardware", "l50s"])
-
-
-def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(HotspaConfigError, match="no model preset"):
-        load_model(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------- a plot

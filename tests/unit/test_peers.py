@@ -11,7 +11,6 @@ from peers.memory import Ladder, longest_held  # type: ignore[import-not-found]
 from peers.pages import (  # type: ignore[import-not-found]
     BEGIN,
     END,
-    details_block,
     families_block,
     update_block,
 )
@@ -35,8 +34,6 @@ from peers.work import (  # type: ignore[import-not-found]
     LENGTHS,
     Work,
     draw,
-    heaviest_first,
-    micro_batch_choices,
     rows_of_mini_batch,
 )
 from side_by_side import CellRun  # type: ignore[import-not-found]
@@ -167,22 +164,11 @@ def test_only_sides_near_the_fastest_are_timed_again(cell):
     assert near_the_fastest(lines_of(cell), 1.15) == {"big", "ours, auto"}
 
 
-def test_verdict_without_measured_memory(cell):
-    del cell["sides"]["ours, auto (limit)"]["fits"]
-    assert verdict(lines_of(cell))[-1] == "limit: memory not measured"
-
-
 def test_a_run_under_the_limit_alone_has_a_table(cell):
     cell["sides"] = {name: found for name, found in cell["sides"].items() if name.endswith("(limit)")}
     text = cell_tables({"cells": {"0.9M fp32 chat": cell}}, ["0.9M fp32 chat"])
     assert "| ours, auto (limit) | 1.667 |" in text
     assert "| ours, dp4 (limit) | its packs are short |" in text
-
-
-def test_a_side_that_was_seen_above_the_limit_says_by_how_much(cell):
-    cell["sides"]["ours, dp4 (limit)"] = {"reason": "takes 120 MiB; ...", "longest_held": 120, "peak_bytes": 120 * MIB}
-    lines = lines_of(cell)
-    assert fit_text(lines["ours, dp4"], lines["ours, dp4 (limit)"]) == "does not fit (takes 120 MiB)"
 
 
 def test_above_the_limit_is_above_it_for_us_too(cell):
@@ -203,11 +189,6 @@ def test_tables_have_a_row_for_every_side(cell):
     assert "| ours, auto: dp4:200 | 1.667 |" in text
     profile = profile_tables(data)
     assert "| ours, auto | dp4 | 50 | 0.500 | 0.300 | 0.000 | 0.100 | 0.020 | 0.030 | 0.817 |" in profile
-
-
-def test_the_limit_may_change_nothing(cell):
-    cell["sides"]["ours, dp4 (limit)"] = {"same_as": "ours, dp4"}
-    assert line_of(cell, "ours, dp4 (limit)").seconds == line_of(cell, "ours, dp4").seconds
 
 
 def test_a_page_gets_its_block(tmp_path: Path):
@@ -259,13 +240,6 @@ def test_the_page_shows_families_and_where_auto_loses(named):
     assert both in families_block(named, ["0.9M fp32"])
 
 
-def test_machines_are_named_where_they_are_not_the_same(named):
-    cell = named["cells"]["0.9M fp32 chat"]
-    named["cells"]["7M fp32 all long"] = cell | {"machine": cell["machine"] | {"processor": "y"}}
-    assert "4 gloo ranks, 2 CPU cores (x or y), one thread a rank; torch 2 (" in details_block(named)
-    assert "2 CPU cores (y), one" in families_block(named, ["7M fp32"])
-
-
 def test_what_is_published_can_be_gone_on_with(named, tmp_path: Path):
     named["options"] = {"logs": "somewhere"}
     named["cells"]["0.9M fp32 chat"]["sides"]["Trainer + DDP, padded"] |= {"text": "Traceback", "loss": 6.0752212347}
@@ -280,31 +254,12 @@ def test_what_is_published_can_be_gone_on_with(named, tmp_path: Path):
     assert data["cells"] == named["cells"]
 
 
-def test_a_family_is_as_fast_as_its_fastest_side_that_fits(named):
-    sides = named["cells"]["0.9M fp32 chat"]["sides"]
-    sides["Trainer + DDP, flattened"] = side([[9.0, 1.0, 1.0, 1.0]], fits=False, longest_held=90)
-    text = details_block(named)
-    assert "batch_rebalance` or flattened | **1.00** |" in text
-    assert "batch_rebalance` or flattened | 3.00 |" in text
-    assert "batch_rebalance` or flattened | 0.60 | 1.80 |" in families_block(named, ["0.9M fp32"])
-
-
 def test_families_are_compared_over_all_length_files(named):
     cell = named["cells"]["0.9M fp32 chat"]
     sides = cell["sides"] | {"Trainer + DDP, padded": side([[9.0, 4.0, 5.0, 1.0]], fits=False, longest_held=90)}
     named["cells"]["0.9M fp32 all long"] = cell | {"sides": sides}
     text = families_block(named, ["0.9M fp32"])
     assert "batch_rebalance` or flattened | 1.90 (1.80 to 2.00) | 1.80, fits 1 of 2 |" in text
-
-
-def test_details_have_every_cell_and_the_profile(named):
-    text = details_block(named)
-    assert "| DeepSpeed ZeRO-1, 2 or 3 | **1.00** |" in text
-    assert "| DeepSpeed ZeRO-1, 2 or 3 | 120 tokens |" in text
-    assert "| **ours, `auto`** | 1.67 |" in text
-    assert "| **ours, `auto`** | **1.67** |" in text  # under the limit
-    assert text.count("### 0.9M fp32 chat") == 1
-    assert "| ours, auto | dp4 | 50 |" in text
 
 
 def test_longest_sequence_between_measured_lengths():
@@ -330,16 +285,6 @@ def test_a_ladder_is_climbed_once(tmp_path: Path):
     packing = next(side for side in sides_of(4) if not side.ladder)
     assert Ladder(1024).peaks(packing, work, run) == ladder.peaks(side, work, run)
     assert [each.lengths[0] for each in runs[1:]] == [32, 64, 128, 256, 512, 1024]
-
-
-def test_memory_is_measured_with_the_longest_sequence():
-    lengths = [1, 2, 9, 3, 4, 5, 9, 4]
-    assert heaviest_first(lengths, 2) == (9, 4, 9, 4, 1, 2, 9, 3, 4, 5)
-
-
-@pytest.mark.parametrize(("rows", "sizes"), [(4, [1]), (8, [1, 2]), (24, [1, 2]), (64, [1, 4, 16])])
-def test_micro_batches_cut_a_mini_batch_evenly(rows: int, sizes: list[int]):
-    assert micro_batch_choices(rows, 4) == sizes
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -439,16 +384,6 @@ def test_sides_follow_from_the_ranks(ranks: int, static: list[str]):
     check_launch(parse_buckets(paper_buckets(ranks, 4096)), ranks)
 
 
-def test_a_cell_of_other_ranks_begins_anew(tmp_path: Path):
-    for ranks, sides in ((4, ["ours, tp4"]), (2, ["ours, tp2"])):
-        results = Results(tmp_path / "peers.json")
-        results.begin_run(Namespace(ranks=ranks, warmup=1))
-        results.begin_cell("0.9M fp32 chat", Work("0.9M", "fp32", ranks, (30,) * 8, 4, 2, ""), Namespace(warmup=1))
-        results.note("0.9M fp32 chat", sides[0], fits=True)
-        results.save()
-        assert list(results.data["cells"]["0.9M fp32 chat"]["sides"]) == sides
-
-
 def test_a_side_of_ours_that_fails_ends_the_run_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import side_by_side as peers  # type: ignore[import-not-found]
 
@@ -467,15 +402,6 @@ def test_a_side_of_ours_that_fails_ends_the_run_with_an_error(tmp_path: Path, mo
     monkeypatch.setattr(peers, "run_cells", lambda *_: ["0.9M fp32 chat: ours, tp4: RuntimeError: no"])
     with pytest.raises(SystemExit, match="ours, tp4: RuntimeError: no"):
         peers.main(["--quick", "--json", str(tmp_path / "peers.json")])
-
-
-def test_the_papers_buckets_are_legal():
-    found = parse_buckets(paper_buckets(4, 4096))
-    assert [(str(b.strategy), b.longest, b.pack_tokens) for b in found] == [
-        ("dp4", 512, 512),
-        ("dp2tp2", 2048, 2048),
-        ("tp4", 4096, 4096),
-    ]
 
 
 def test_the_reason_is_what_was_raised():

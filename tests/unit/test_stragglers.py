@@ -35,7 +35,6 @@ from hf_hotspa.features.slow_devices.giving import (
     num_migrating,
     settled_ratios,
     settled_semi,
-    tensor_groups,
     undone,
 )
 from hf_hotspa.features.slow_devices.speeds import SpeedHistory
@@ -84,11 +83,6 @@ def test_equation_2_is_clipped():
 def test_equation_3_on_the_papers_four_slow_of_eight(cost, migrating):
     # f(x) + Phi_1 is 6.250, 3.861, 2.017, 0.260, and Gamma / L is 0.8750, 1.7083, 2.4583, 2.9583
     assert num_migrating(FOUR_SLOW, [1.0] * 8, lambda n: cost * n) == migrating
-
-
-def test_equation_3_without_costs_lets_every_slow_task_migrate():
-    assert num_migrating(FOUR_SLOW, [1.0] * 8, lambda n: 0.0) == 4
-    assert num_migrating([1.0] * 4, [1.0] * 4, lambda n: 0.0) == 0
 
 
 def test_algorithm_2_with_one_slow_task_divides_its_excess():
@@ -230,11 +224,6 @@ def test_every_column_has_one_task(tasks, num_columns, share, data):
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_no_migration_without_helpers():
-    assert migrate(2, 0, 8, 0.5, givers=[0, 1]) is None
-    assert migrate(4, 0, 8, 0.01) is None
-
-
 # -- detection ------------------------------------------------------------------------------------------------------------
 
 
@@ -354,11 +343,6 @@ def test_what_costs_nearly_nothing_is_not_called_slow():
     assert not any(events)
 
 
-def test_speeds_are_those_of_slow_devices():
-    devices, _ = watched([[1.0, 1.12, 4.0, 1.0]] * 3)
-    assert devices.speeds() == (1.0, 1.0, 0.25, 1.0)
-
-
 def test_the_state_goes_on_where_it_was():
     rng = random.Random(1)
     rows = [[rng.uniform(0.8, 3.0) for _ in range(4)] for _ in range(30)]
@@ -448,12 +432,6 @@ def test_product_share_is_reckoned_back():
     assert undone(4.0 / 6.0, -0.5) == pytest.approx(0.8)
     assert undone(10.0 / 12.0, 0.25) == pytest.approx(0.8)
     assert undone(0.8, 0.0) == 0.8
-
-
-def test_tensor_groups():
-    assert tensor_groups(Strategy(2, 2, 1)) == ((0, 1), (2, 3))
-    assert tensor_groups(Strategy(1, 4, 1)) == ((0, 1, 2, 3),)
-    assert sorted(rank for group in tensor_groups(Strategy(2, 2, 2)) for rank in group) == list(range(8))
 
 
 def given_run(mini_batches, giving, devices, slow):

@@ -140,14 +140,6 @@ def test_degrees_of_one_are_not_written() -> None:
     assert as_written("what a newer version wrote") == "what a newer version wrote"
 
 
-def test_strategies_are_values() -> None:
-    assert Strategy(2, 1, 1) == Strategy.parse("dp2")
-    assert len({Strategy(2), Strategy.parse("dp2"), Strategy(1, 2)}) == 2
-    assert Strategy() < Strategy(2)
-    with pytest.raises(AttributeError):
-        Strategy().dp = 2  # type: ignore[misc]
-
-
 # -------------------------------------------------------------------------------------------------- rank arithmetic
 
 
@@ -267,14 +259,6 @@ def test_legal_strategies() -> None:
     assert legal_strategies(8, bare) == [Strategy(dp=8)]
 
 
-@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 4), st.integers(1, 12))
-def test_data_parallelism_is_always_legal(world_size: int, layers: int, kv_heads: int, group: int) -> None:
-    model = replace(LLAMA, num_layers=layers, num_key_value_heads=kv_heads, num_attention_heads=kv_heads * group)
-    legal = legal_strategies(world_size, model)
-    assert Strategy(dp=world_size) in legal
-    assert all(s.unsupported_reason(model) is None and s.world_size == world_size for s in legal)
-
-
 # ----------------------------------------------------------------------------------------------- the bucket grammar
 
 
@@ -358,10 +342,6 @@ def test_a_pack_of_one_sequence_is_not_written() -> None:
 # --------------------------------------------------------------------------------------- buckets, world and model
 
 
-def test_buckets_that_fit_pass() -> None:
-    check_buckets(parse_buckets("dp4:1024@4096,dp2tp2:4096,tp2pp2:8192"), 4, LLAMA)
-
-
 def test_a_wrong_world_lists_the_legal_choices() -> None:
     with pytest.raises(StrategyError) as caught:
         check_buckets(parse_buckets("dp4:1024"), 2, LLAMA)
@@ -428,12 +408,6 @@ def test_ten_thousand_random_strings(parse: Callable[[str], Strategy | tuple[Buc
             values += 1
             assert parse(result) == parse(text), text
     assert values > 100
-
-
-@given(st.text(max_size=40))
-def test_any_text_is_a_value_or_a_strategy_error(text: str) -> None:
-    for result in (_value_or_error(Strategy.parse, text), _value_or_error(parse_buckets, text)):
-        assert not isinstance(result, StrategyError) or result.fix
 
 
 # ------------------------------------------------------------------------------------------- options of features
