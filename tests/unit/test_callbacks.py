@@ -1,12 +1,14 @@
 """The trace, report and progress callbacks, and how callbacks are called, without training."""
 
 import ast
+import contextlib
 import io
 import json
 import multiprocessing
 import re
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -422,11 +424,19 @@ def test_an_error_waits_is_named_and_others_are_called(events):
     assert handler.callbacks[-1].events == [("step", "the model"), ("phase", "p")]
 
 
-def test_on_one_process_an_error_is_raised_where_it_is_but_for_events_inside_a_mini_batch(events):
+@pytest.mark.parametrize("held_back", ["alone", "outside of training", "an interrupt"])
+def test_what_is_raised_where_it_is(events, held_back):
+    """On one process, but for events inside of a mini-batch; outside of training; an interrupt."""
     handler, args, state = events
-    with pytest.raises(KeyError, match="lost"), handler.deferring_errors(alone=True):
+    raised = KeyboardInterrupt if held_back == "an interrupt" else KeyError
+    if raised is KeyboardInterrupt:
+        handler.callbacks[-1].on_step_end = Mock(side_effect=raised)
+    around = (
+        contextlib.nullcontext() if "outside" in held_back else handler.deferring_errors(alone=held_back == "alone")
+    )
+    with pytest.raises(raised), around:
         handler.on_step_end(args, state, TrainerControl())
-    assert handler.error is None
+    assert raised is KeyboardInterrupt or handler.error is None
 
 
 def test_an_error_that_was_agreed_on_has_that_of_the_callback_as_its_cause(events):
@@ -442,30 +452,12 @@ def test_an_error_that_was_agreed_on_has_that_of_the_callback_as_its_cause(event
     assert type(caught.value.__cause__) is KeyError
 
 
-def test_outside_of_training_an_error_is_raised_where_it_is(events):
-    handler, args, state = events
-    with pytest.raises(KeyError, match="lost"):
-        handler.on_step_end(args, state, TrainerControl())
-    assert handler.error is None
-
-
 def test_an_error_of_a_training_before_is_forgotten(events):
     handler, args, state = events
     with handler.deferring_errors():
         handler.dispatch("on_phase_end", args, state, TrainerControl(), phase="p")
     with handler.deferring_errors():
         assert handler.error is None
-
-
-def test_interrupts_are_not_held_back(events):
-    handler, args, state = events
-    handler.callbacks[-1].on_step_end = _interrupted
-    with handler.deferring_errors(), pytest.raises(KeyboardInterrupt):
-        handler.on_step_end(args, state, TrainerControl())
-
-
-def _interrupted(*args, **kwargs):
-    raise KeyboardInterrupt
 
 
 def test_seconds_inside_callbacks(events):

@@ -346,14 +346,6 @@ def test_checkpoints_of_an_earlier_run_go_first_whatever_their_steps(tmp_path, n
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-100", "checkpoint-2"]
 
 
-def test_steps_decide_where_times_are_all_alike(tmp_path, new_run):
-    run = new_run()
-    for step in (3, 10, 9):
-        os.utime(write_checkpoint(run, step), (0, 10**9 + step / 100))
-    run.rotate(tmp_path / "run" / "checkpoint-9", 2)
-    assert names(tmp_path / "run") == ["checkpoint-10", "checkpoint-9"]
-
-
 def test_the_last_one_is_read_back_before_the_others_go(tmp_path, new_run):
     run = new_run()
     write_checkpoint(run, 1)

@@ -247,13 +247,6 @@ def test_a_stage_that_fails_is_found_on_meta_too() -> None:
     )
 
 
-def test_a_multiplier_of_embeddings_is_no_reason_to_refuse() -> None:
-    model = tiny_model_of("granite")
-    assert model.config.embedding_multiplier != 1.0
-    assert describe_model(model).shape.pp_unsupported_reason is None
-    assert model.model.embedding_multiplier == model.config.embedding_multiplier
-
-
 # ------------------------------------------------------------------------------------------------ plans, layer by layer
 
 
@@ -268,11 +261,6 @@ def test_what_the_plan_does_not_explain_is_held_whole() -> None:
     assert "model.layers.0.mlp.up_proj.weight" in cut
     assert not any("self_attn" in name for name in cut)
     assert not any("self_attn" in name for name in found.styles)
-
-
-def test_an_activation_with_a_weight_has_a_partial_gradient() -> None:
-    specs = describe_model(tiny_model_of("apertus")).vector.specs
-    assert {s.partial_gradient for s in specs if ".act_fn." in s.name} == {True}
 
 
 def test_fused_experts_are_cut_in_two_parts() -> None:

@@ -179,12 +179,6 @@ def test_a_template_that_rewrites_earlier_turns_is_trained_turn_by_turn(caplog):
     assert stream == [one, two]
 
 
-def test_a_first_message_of_the_assistant():
-    rows = [{"messages": TALK[1:2]}]
-    for template in (PLAIN, MARKED):
-        assert trained(byte_tokenizer(template), prepare(rows, byte_tokenizer(template))[0]) == "yes<end>"
-
-
 def test_what_is_said_is_said_once_and_on_rank_0(caplog, monkeypatch):
     for rank, count in (("1", 0), ("0", 1), ("0", 0)):
         caplog.clear()

@@ -199,6 +199,7 @@ def test_an_error_is_raised_as_it_is_where_somebody_waits(make_worker, error):
         with pytest.raises(type(error)) as caught:
             wait()
         assert caught.value is error
+    assert not job.succeeded
     with pytest.raises(TransferError, match="'fine' cannot run.*'broken' failed"):
         later.result()
     with pytest.raises(TransferError, match="cannot run"):
@@ -257,16 +258,6 @@ def test_cancel_leaves_what_is_over_alone(make_worker):
     assert job.result().sent_bytes == 5
 
 
-def test_a_switch_that_failed_is_over_but_has_not_succeeded(make_worker):
-    def load(progress):
-        raise OSError("lost")
-
-    job = submit(make_worker(load=load), "load")
-    with pytest.raises(OSError, match="lost"):
-        job.result()
-    assert not job.succeeded
-
-
 def test_a_switch_that_nothing_computes_beside_is_a_job_that_is_over():
     """It ran in the caller's thread: nobody waits for it, and nobody was blocked or busy beside anything."""
     job = SwitchJob("load", stats=SwitchStats(sent_bytes=7))
@@ -295,7 +286,7 @@ def test_a_cancelled_gate_raises_even_for_open_segments():
         gate.wait([0])
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_real_switches_run_through_workers(seed):
     """A load and a return of one world, submitted by all ranks; every rank has its own thread."""
     cases = [load_case(seed, "master", 4), return_case(seed, 4)]
