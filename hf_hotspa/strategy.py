@@ -507,32 +507,9 @@ def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShap
 # -- which degrees and options are compatible, for every model -----------------------------------------------------
 
 
-def _check_strategy(strategy: "Strategy") -> None:
+def _check_strategy(strategy: Strategy) -> None:
     """Raises the `StrategyError` that `Strategy` documents."""
-    for axis in DEGREES:
-        degree = getattr(strategy, axis)
-        if type(degree) is not int or not 1 <= degree <= MAX_DEGREE:
-            raise StrategyError(
-                f"{axis} degree {degree!r} is not an integer between 1 and {MAX_DEGREE}",
-                fix="write a strategy such as dp4tp2",
-            )
-    if strategy.stage_size % strategy.ep:
-        raise StrategyError(
-            f"strategy {strategy} divides experts over {strategy.ep} ranks, and each of its stages has {strategy.stage_size}",
-            why="ep divides the experts of a layer over neighbouring ranks of its stage: dp * cp * tp of them",
-            fix="let ep divide dp * cp * tp: dp4ep4, dp4ep2, dp2tp2ep4",
-        )
-    if strategy.ep > 1 and (strategy.z or strategy.ck):
-        option = f"+z{strategy.z}" if strategy.z else f"+ck{strategy.ck}"
-        raise StrategyError(
-            f"strategy {strategy} has both experts over ranks (ep{strategy.ep}) and {option}",
-            why="ranks that exchange tokens are synchronized by packs, and their chunks or layer units are not",
-            fix=f"leave {option} out, or ep{strategy.ep}",
-        )
-    if type(strategy.v) is not int or not 1 <= strategy.v <= MAX_DEGREE:
-        raise StrategyError(f"{strategy.v!r} stages on each rank", fix="write +v2, or leave it out")
-    if strategy.v > 1:
-        _check_rounds(strategy)
+    _check_degrees(strategy)
     if strategy.shard_order and sorted(strategy.shard_order) != list(range(strategy.tp)):
         raise StrategyError(f"{strategy.shard_order} is not an order of the {strategy.tp} shards of {strategy}")
     if strategy.sp and strategy.tp == 1:
@@ -557,15 +534,36 @@ def _check_strategy(strategy: "Strategy") -> None:
         )
 
 
-def _check_rounds(strategy: "Strategy") -> None:
-    """Several stages on each rank need a pipeline whose replicas run independently."""
-    if strategy.pp == 1:
+def _check_degrees(strategy: Strategy) -> None:
+    for axis in DEGREES:
+        degree = getattr(strategy, axis)
+        if type(degree) is not int or not 1 <= degree <= MAX_DEGREE:
+            raise StrategyError(
+                f"{axis} degree {degree!r} is not an integer between 1 and {MAX_DEGREE}",
+                fix="write a strategy such as dp4tp2",
+            )
+    if strategy.stage_size % strategy.ep:
+        raise StrategyError(
+            f"strategy {strategy} divides experts over {strategy.ep} ranks, and each of its stages has {strategy.stage_size}",
+            why="ep divides the experts of a layer over neighbouring ranks of its stage: dp * cp * tp of them",
+            fix="let ep divide dp * cp * tp: dp4ep4, dp4ep2, dp2tp2ep4",
+        )
+    if strategy.ep > 1 and (strategy.z or strategy.ck):
+        option = f"+z{strategy.z}" if strategy.z else f"+ck{strategy.ck}"
+        raise StrategyError(
+            f"strategy {strategy} has both experts over ranks (ep{strategy.ep}) and {option}",
+            why="ranks that exchange tokens are synchronized by packs, and their chunks or layer units are not",
+            fix=f"leave {option} out, or ep{strategy.ep}",
+        )
+    if type(strategy.v) is not int or not 1 <= strategy.v <= MAX_DEGREE:
+        raise StrategyError(f"{strategy.v!r} stages on each rank", fix="write +v2, or leave it out")
+    if strategy.v > 1 and strategy.pp == 1:
         raise StrategyError(
             f"strategy {strategy} has {strategy.v} stages on each rank and no pipeline",
             why="+v divides a pipeline into more stages, and packs visit each of its ranks several times",
             fix=f"use pp2 or more, or leave +v{strategy.v} out",
         )
-    if strategy.z or strategy.ep > 1:
+    if strategy.v > 1 and (strategy.z or strategy.ep > 1):
         option = f"+z{strategy.z}" if strategy.z else f"ep{strategy.ep}"
         raise StrategyError(
             f"strategy {strategy} has both several stages on each rank (+v{strategy.v}) and {option}",

@@ -64,7 +64,7 @@ class Evaluation:
     def close(self) -> None:
         """Releases the weights. Not collective."""
         if self._loaded is not None:
-            self._loaded.replica.logits = None
+            self._loaded.replica.head.logits = None
             self._loaded.release()
             self._loaded = None
 
@@ -117,7 +117,7 @@ class Evaluation:
             runner.load_for_forward(self._store, self._training)
         for part in runner.parts:
             part.begin_step(self._step)
-        runner.replica.logits = [] if with_logits else None
+        runner.replica.head.logits = [] if with_logits else None
         micro_batches = [m.to(self._groups.device, non_blocking=True) for m in phase.micro_batches]
         return float(runner.compute_forward(micro_batches, 1.0, plan, kept))
 
@@ -126,13 +126,13 @@ class Evaluation:
         assert self._loaded is not None
         replica = self._loaded.replica
         strategy = replica.mesh.strategy  # in the engine's shard order; the caller's strategy may have another
-        logits, replica.logits = replica.logits, None
+        logits, replica.head.logits = replica.head.logits, None
 
         def logits_here() -> Tensor | None:
             if not replica.is_last or not logits:
                 return None
             mine = torch.cat(logits).to(_dtype_of_logits(replica))
-            width = replica.vocabulary_widths[strategy.shard_index(replica.mesh.coord.tp)]
+            width = replica.head.widths[strategy.shard_index(replica.mesh.coord.tp)]
             if mine.shape[-1] != width:
                 raise _wrong_width(mine.shape[-1], width)
             return mine
@@ -161,7 +161,7 @@ class Evaluation:
 
     def _of_replica(self, replica: Replica, place: Coord, num_tokens: int, mine: Tensor | None) -> Tensor:
         """[num_tokens, vocabulary size] of the ranks at a place, over all tp coordinates."""
-        strategy, widths, dtype = replica.mesh.strategy, replica.vocabulary_widths, _dtype_of_logits(replica)
+        strategy, widths, dtype = replica.mesh.strategy, replica.head.widths, _dtype_of_logits(replica)
         shards = [torch.empty(num_tokens, width, dtype=dtype, device=self._groups.device) for width in widths]
         for tp in range(strategy.tp if num_tokens else 0):
             owner, shard = strategy.rank(replace(place, tp=tp)), strategy.shard_index(tp)

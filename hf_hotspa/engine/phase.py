@@ -354,10 +354,10 @@ class PhaseRunner:
         if self._keeps_step:
             micro_batches = self._in_step(micro_batches, plan)
         loss = self._runner.run_forward(micro_batches, scale)
-        self.replica.keeps_graphs = True
+        self.replica.head.keeps_graphs = True
         for micro_batch in kept:  # last, so that little else is computed while their graphs exist
             loss = loss + self.replica.forward(micro_batch, None, scale).detach()
-        self.replica.keeps_graphs = False
+        self.replica.head.keeps_graphs = False
         if self._keeps_step:
             self._forget_idle(num_packs)
         if self._stream is not None:
@@ -397,7 +397,7 @@ class PhaseRunner:
 
     def _forget_idle(self, num_packs: int) -> None:
         """Drops losses and logits of idle packs. Parts of packs leave logits each, but there are no idle ones."""
-        for kept in (self.replica.losses, self.replica.logits):
+        for kept in (self.replica.losses, self.replica.head.logits):
             if kept is not None:
                 del kept[num_packs:]
 

@@ -8,12 +8,13 @@ a custom forward.
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +28,7 @@ from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.features.lora.adapters import inject
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
+from hf_hotspa.layout.vector import GradientDtypes
 from hf_hotspa.model.model_kind import keep_text
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.packed_layer import products
@@ -45,9 +47,7 @@ from hf_hotspa.parallel.head_loss import (
     chunks_of_sequences,
     chunks_of_tokens,
 )
-from hf_hotspa.parallel.loss import (
-    SequenceLoss,
-)
+from hf_hotspa.parallel.loss import SequenceLoss
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.rope import RopeByRow, with_counted_positions
 from hf_hotspa.parallel.tensor_parallel import (
@@ -123,6 +123,8 @@ class Attachment:
     """An addition to a replica: by a feature (hook `attach`), or outside the model (`HotSPaEngine.attach`). It has any of
     these methods, called in this order:
 
+    * `recompute(layer, *inputs)`: runs a layer, keeps only its inputs, and runs it again in the backward pass (`+rc`), in
+      the place of torch's `checkpoint`; not for one that is attached later;
     * `divided(replica)`: the layers are divided over the ranks of tp; not for one that is attached later;
     * `tape(taping)`: from now on `Taping.tape` replaces the loss while it is not None;
     * `begin_step(step)`: a mini-batch begins, after `step` others in the run;
@@ -138,7 +140,7 @@ class Attachment:
     """
 
 
-_CALLS = ("divided", "tape", "begin_step", "bind", "begin", "loss", "end", "measures")
+_CALLS = ("recompute", "divided", "tape", "begin_step", "bind", "begin", "loss", "end", "measures")
 
 
 # -- gradients of parameters ------------------------------------------------------------------------------------------
@@ -204,21 +206,185 @@ def recompute_layers(model: PreTrainedModel, recompute: Callable[..., Any], ever
         layer._gradient_checkpointing_func = recompute if own is None else partial(own, recompute=recompute)
 
 
-# -- replicas ---------------------------------------------------------------------------------------------------------
+# -- what is divided --------------------------------------------------------------------------------------------------
+
+
+class TensorShards(NamedTuple):
+    """How tp divides modules, by name: the style (of `parallel.tensor_parallel`), and the size of every shard."""
+
+    styles: dict[str, str]
+    widths: dict[str, tuple[int, ...]]
+
+
+def _tensor_shards(description: ModelDescription, mesh: StrategyMesh) -> TensorShards:
+    if mesh.tensor is None:
+        return TensorShards({}, {})
+    whole = description.experts if mesh.experts is not None else ()
+    styles = {name: style for name, style in description.styles.items() if name not in whole}
+    specs = {name: spec for spec in description.vector.specs for name in (spec.name, *spec.tied_names)}
+    widths = {}
+    for module in styles:
+        spec = specs.get(description.weight_of(module))
+        if spec is not None and spec.shard_dim is not None:
+            widths[module] = shard_widths(description.vector, mesh.strategy, spec, mesh.rank)
+    return TensorShards(styles, widths)
+
+
+class TokenShares:
+    """Which tokens of a pack are here: all, a share of them between blocks (`+sp`), or this rank's row (cp)."""
+
+    def __init__(self, mesh: StrategyMesh, context: ContextParallel | None, description: ModelDescription) -> None:
+        self.context, self.counts_from = context, description.counts_from
+        self._hidden_size = description.shape.hidden_size
+        self.group = mesh.tensor.group if mesh.tensor is not None and mesh.strategy.sp else None
+        self._num_shares = mesh.strategy.tp if mesh.strategy.sp else 1
+
+    def row(self, whole: MicroBatch, prefix: ChunkPrefix | None) -> tuple[MicroBatch, PackedSequences, Division | None]:
+        """A pack's tokens here, padded to equal shares; the same as attention sees them; and the division by cp."""
+        if self.context is not None:
+            division = self.context.divide(whole.lengths)
+            return *divided_pack(self.context, division, whole, prefix), division
+        row = whole if self._num_shares == 1 else self._padded(whole)
+        return row, PackedSequences(row.lengths, row.cu_seqlens, prefix, carried=prefix), None
+
+    def _padded(self, whole: MicroBatch) -> MicroBatch:
+        shares = self._num_shares
+        return whole.padded_to(-(-whole.num_tokens // shares) * shares, 0)
+
+    def counted_positions(self, whole: MicroBatch) -> Tensor:
+        """[1, T] int64 of the tokens here, for a family that does not count positions from 0."""
+        assert self.counts_from is not None
+        counted = with_counted_positions(whole, self.counts_from)
+        return (self._padded(counted) if self.context is None else self.context.row_of(counted)).position_ids
+
+    def hidden_shape(self, whole: MicroBatch) -> tuple[int, int, int]:
+        """The shape of the hidden state between blocks, with padding."""
+        row = whole.num_tokens if self.context is None else self.context.row_tokens(whole.lengths)
+        return 1, -(-row // self._num_shares), self._hidden_size
+
+    def collected(self, whole: MicroBatch, division: Division | None) -> Callable[[Tensor], Tensor]:
+        """What maps [t, ...] of the tokens here to [T, ...] of the pack."""
+        if division is None:
+            return partial(same_tokens, group=self.group, num_tokens=whole.num_tokens)
+        row = partial(same_tokens, group=self.group, num_tokens=division.shares.rows[division.context.index])
+        return lambda x: all_tokens(row(x), division)
+
+
+# -- the head and the loss --------------------------------------------------------------------------------------------
 
 
 class KeptForward(NamedTuple):
-    """The output of a last stage's layers for a pack, with its graph.
+    """The output of a last stage's layers for a pack, with its graph."""
+
+    hidden: Tensor  # [1, T, hidden size], the input of the head: of all tokens under sequence parallelism
+    inputs: dict[str, Any]  # the model's arguments
+    micro_batch: MicroBatch  # this rank's tokens of the pack
+
+
+class LossHead:
+    """What follows the layers on a last stage: head and loss, on one chunk of tokens after the other.
 
     Attributes:
-        hidden: [1, T, hidden size], the input of the head: of all tokens under sequence parallelism.
-        inputs: The model's arguments.
-        micro_batch: This rank's tokens of the pack.
+        objective: The loss of logits.
+        widths: Rows of the vocabulary in each tensor-parallel shard; also on other stages.
+        logits: If a list, the logits of each micro-batch are added, [T, local vocabulary rows].
+        keeps_graphs: Whether forwards keep their graphs, in `kept`: the next forward of the same pack with a loss starts
+            behind the layers.
     """
 
-    hidden: Tensor
-    inputs: dict[str, Any]
-    micro_batch: MicroBatch
+    def __init__(
+        self,
+        model: Any,
+        description: ModelDescription,
+        options: EngineOptions,
+        mesh: StrategyMesh,
+        widths: tuple[int, ...],
+        sharers: dist.ProcessGroup | None,  # the ranks that have other tokens of the hidden state (`+sp`)
+        is_last: bool,
+    ) -> None:
+        self.widths, self._sharers, self._own = widths, sharers, options.loss
+        self._model, self._base = model, model.get_submodule(description.base)
+        self._tail = Tail(model, description.base, description.head) if is_last else None
+        self.objective: Objective = LogitLoss(
+            mesh.tensor, options.loss, options.label_smoothing, vocabulary_of_logits(description), widths
+        )
+        whole = isinstance(options.loss, SequenceLoss)  # of the vocabulary
+        self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(sum(widths) if whole else max(widths))
+        if (mesh.strategy.ck or mesh.strategy.cp > 1) and whole:
+            raise UnsupportedError(
+                f"the loss {options.loss} under {mesh.strategy}",
+                why="it is called with the logits of whole sequences, and cp and +ck compute these in parts",
+                fix="leave cp and +ck out, or give a TokenLoss",
+            )
+        self.logits: list[Tensor] | None = None
+        self.keeps_graphs = False
+        self.kept: dict[tuple[object, ...], KeptForward] = {}
+
+    def loss(
+        self, inputs: dict[str, Any], micro_batch: MicroBatch, whole: MicroBatch, scale: float, num_tokens: int
+    ) -> Tensor:
+        """The scaled loss, from the model's arguments; keeps the logits of the first `num_tokens` tokens if requested."""
+        loss_of = self.objective.of(micro_batch, whole, scale)
+        in_chunks = self.logits is None and num_tokens > self._chunk_tokens
+        if not (in_chunks or self.keeps_graphs or self._sharers is not None):
+            # squeezed, not indexed: the gradient of an index is another buffer as large as the logits
+            logits = self._model(**inputs).logits.squeeze(0)
+            if self.logits is not None:
+                self.logits.append(logits[:num_tokens])
+            return loss_of(logits, slice(0, micro_batch.num_tokens))
+        hidden = self._base(**inputs).last_hidden_state
+        if self._sharers is not None:
+            hidden = gather_tokens(hidden, self._sharers)
+        kept = KeptForward(hidden, inputs, micro_batch)
+        if not self.keeps_graphs:
+            return self._loss_behind(kept, loss_of, num_tokens)
+        self.kept[whole.keys, whole.lengths] = kept
+        with torch.no_grad():
+            return self._loss_behind(kept._replace(hidden=kept.hidden.detach()), loss_of, num_tokens)
+
+    def _loss_behind(self, kept: KeptForward, loss_of: LossOfLogits, num_tokens: int) -> Tensor:
+        (hidden, inputs, micro_batch), tail, most = kept, self._tail, self._chunk_tokens
+        assert tail is not None
+        if self.logits is not None or num_tokens <= most:
+            logits = tail(hidden, inputs)
+            if self.logits is not None:
+                self.logits.append(logits[:num_tokens])
+            return loss_of(logits, slice(0, micro_batch.num_tokens))
+        if isinstance(self._own, SequenceLoss):
+            chunks = chunks_of_sequences(micro_batch.lengths, most)
+        else:
+            chunks = chunks_of_tokens(micro_batch.num_tokens, most)
+        return chunked_loss(lambda part, tokens: loss_of(tail(part, inputs), tokens), hidden, tail.parameters, chunks)
+
+    def resumed(self, whole: MicroBatch, scale: float) -> Tensor | None:
+        """The loss of a pack from an earlier forward's graph (`keeps_graphs`); None if it has none."""
+        kept = self.kept.pop((whole.keys, whole.lengths), None)
+        if kept is None:
+            return None
+        return self._loss_behind(kept, self.objective.of(kept.micro_batch, whole, scale), kept.hidden.shape[1])
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def _stage_model(description: ModelDescription, layers_here: Collection[int], is_first: bool, is_last: bool) -> Any:
+    """The model with pass-throughs in the place of other stages' modules."""
+    model = build_skeleton(description)
+    model.train()
+    base = model.get_submodule(description.base)
+    places = [(layers, i) for n in description.layers for layers in [base.get_submodule(n)] for i in range(len(layers))]
+    for unit, (layers, index) in enumerate(places):
+        if unit not in layers_here:
+            layers[index] = PassThrough()
+    if not is_first:
+        take_hidden_state(base, description.embeddings)
+    if not is_last:
+        for name in description.norms:
+            setattr(base, name, PassThrough())
+        top = description.base.partition(".")[0]
+        for name in {description.head, *(name for name, _ in model.named_children() if name != top)}:
+            model.set_submodule(name, PassThrough())
+    return model
 
 
 class Replica:
@@ -231,18 +397,12 @@ class Replica:
 
     Attributes:
         losses: On the last stage, the scaled loss of each micro-batch since the last `bind`.
-        logits: If a list, the last stage adds the logits of each micro-batch, [T, local vocabulary rows].
-        recompute: Runs a layer, keeps only its input, and runs it again in the backward pass (`+rc`).
-        vocabulary_widths: Rows of the vocabulary in each tensor-parallel shard.
+        parameters: With their slots, in vector order.
         layers: Decoder layers, including other stages' pass-throughs.
-        context: How the ranks of cp divide packs; None if cp is 1.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
-        styles, widths: By module that tp divides: how, and the size of every shard.
         attachments: What is attached, in order.
         calls: Their methods, by name.
         reached: The parameters with a gradient in this mini-batch.
-        keeps_graphs: Whether forwards on a stage with all layers keep their graphs, in `kept`: the next forward of the
-            same pack with a loss starts behind the layers.
         begin_pass, end_pass: Called around each forward and each backward; `end_pass` before waiting for another stage.
     """
 
@@ -255,31 +415,24 @@ class Replica:
         options: EngineOptions | None = None,
         part: int = 0,
     ) -> None:
-        options = options or EngineOptions()
-        self.mesh, self.device = mesh, device
+        options, strategy = options or EngineOptions(), mesh.strategy
+        self.mesh, self.device, self.compute_dtype = mesh, device, description.compute_dtype
         self.losses: list[Tensor] = []
         self.reached = set[Tensor]()
-        self.logits: list[Tensor] | None = None
-        self._vocab_size, self._own_loss = vocabulary_of_logits(description), options.loss
-        self._gradients, self._counts_from = options.gradients, description.counts_from
-        strategy, coord = mesh.strategy, mesh.coord
-        # the group that divides the tokens between blocks, with sequence parallelism
-        self._sharers = mesh.tensor.group if mesh.tensor is not None and strategy.sp else None
-        self._num_shares = strategy.tp if strategy.sp else 1
-        stage = part * strategy.pp + coord.pp
+        stage = part * strategy.pp + mesh.coord.pp
         self.is_first, self.is_last = stage == 0, stage == strategy.num_stages - 1
-        self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
-        self.slots = rank_slots(description.vector, strategy, mesh.rank, stage)
-        context = description.shape, options.context_parallel, options.pair_costs, device
-        self.context = ContextParallel(mesh, *context) if mesh.context is not None else None
-        self._mine = description.vector.stage_costs.stages(strategy.num_stages)[stage]
-        kinds = [description.layer_kinds[index] for index in self._mine]
+        shared = description.shape, options.context_parallel, options.pair_costs, device
+        context = ContextParallel(mesh, *shared) if mesh.context is not None else None
+        self.tokens = TokenShares(mesh, context, description)
+        mine = description.vector.stage_costs.stages(strategy.num_stages)[stage]
+        kinds = [description.layer_kinds[index] for index in mine]
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
-        self.model = self._build(description)
+        self.model = _stage_model(description, mine, self.is_first, self.is_last)
         self._base = self.model.get_submodule(description.base)
         rope = RopeByRow(self._base)
         self.layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
-        self.parameters = self._own_parameters(description)
+        slots = rank_slots(description.vector, strategy, mesh.rank, stage)
+        self.parameters = self._own_parameters(description, slots, options.gradients)
         self.check_weights: Callable[[], None] | None = None
         self.begin_pass: Callable[[], None] | None = None
         self.end_pass: Callable[[], None] | None = None
@@ -288,20 +441,20 @@ class Replica:
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
-            setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
+            setattr(self.model.get_submodule(module), leaf, source.detach().to(device, copy=True))
         self._use_packed(description)
-        self.recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
         self.attach(rope if rope.is_needed else None)
-        self.styles, self.widths = self._shards(description)
+        self.shards = _tensor_shards(description, mesh)
         for hook in hooks("attach"):
             self.attach(*hook(self, description, options))
         if strategy.rc:
-            recompute_layers(self.model, self.recompute, every=strategy.rc)
-        self._divide(description)
-        self._take_loss(description, options)
-        self.attach(self.context)
-        self.keeps_graphs = False
-        self.kept: dict[tuple[Any, ...], KeptForward] = {}
+            recompute = next(iter(self.calls["recompute"]), partial(checkpoint, use_reentrant=False))
+            recompute_layers(self.model, recompute, every=strategy.rc)
+        widths = self._shard(description) if mesh.tensor is not None else (description.shape.vocab_size,)
+        self.head = LossHead(self.model, description, options, mesh, widths, self.tokens.group, self.is_last)
+        for divided in self.calls["divided"]:
+            divided(self)
+        self.attach(context)
         self.release()
 
     def attach(self, *attachments: object) -> None:
@@ -313,63 +466,29 @@ class Replica:
                 if hasattr(attachment, name):
                     calls.append(getattr(attachment, name))
 
+    @property
+    def context(self) -> ContextParallel | None:
+        """How the ranks of cp divide packs."""
+        return self.tokens.context
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for _, slot in self.parameters)
+
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _divide(self, description: ModelDescription) -> None:
-        """Sets up the shards of layers."""
-        mesh = self.mesh
-        self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
-        if mesh.tensor is not None:
-            self._shard(description)
-        self._tail = Tail(self.model, description.base, description.head) if self.is_last else None
-        for divided in self.calls["divided"]:
-            divided(self)
-
-    def _take_loss(self, description: ModelDescription, options: EngineOptions) -> None:
-        mesh, strategy = self.mesh, self.mesh.strategy
-        self.objective: Objective = LogitLoss(
-            mesh.tensor, options.loss, options.label_smoothing, self._vocab_size, self.vocabulary_widths
-        )
-        whole = isinstance(self._own_loss, SequenceLoss)  # of the vocabulary
-        rows = sum(self.vocabulary_widths) if whole else max(self.vocabulary_widths)
-        self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(rows)
-        if (strategy.ck or strategy.cp > 1) and whole:
-            raise UnsupportedError(
-                f"the loss {options.loss} under {strategy}",
-                why="it is called with the logits of whole sequences, and cp and +ck compute these in parts",
-                fix="leave cp and +ck out, or give a TokenLoss",
-            )
-
-    def _build(self, description: ModelDescription) -> Any:
-        model = build_skeleton(description)
-        model.train()
-        base = model.get_submodule(description.base)
-        places = [
-            (layers, i) for n in description.layers for layers in [base.get_submodule(n)] for i in range(len(layers))
-        ]
-        for unit, (layers, index) in enumerate(places):
-            if unit not in self._mine:
-                layers[index] = PassThrough()
-        if not self.is_first:
-            take_hidden_state(base, description.embeddings)
-        top = description.base.partition(".")[0]
-        if not self.is_last:
-            for name in description.norms:
-                setattr(base, name, PassThrough())
-            for name in {description.head, *(name for name, _ in model.named_children() if name != top)}:
-                model.set_submodule(name, PassThrough())
-        return model
-
-    def _own_parameters(self, description: ModelDescription) -> list[tuple[nn.Parameter, Slot]]:
+    def _own_parameters(
+        self, description: ModelDescription, slots: Sequence[Slot], gradients: GradientDtypes
+    ) -> list[tuple[nn.Parameter, Slot]]:
         """Replaces each meta parameter by a real, empty one; tied names on this stage share it."""
         modules = dict(self.model.named_modules())
         owned = []
-        for slot in self.slots:
+        for slot in slots:
             spec = slot.spec
             dtype = getattr(torch, spec.dtype)
             parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=spec.trainable)
             if spec.trainable:
-                widen(parameter, getattr(torch, self._gradients.accumulated(spec.dtype)))
+                widen(parameter, getattr(torch, gradients.accumulated(spec.dtype)))
                 parameter.register_post_accumulate_grad_hook(self.reached.add)
             for name in (spec.name, *spec.tied_names):
                 module, _, leaf = description.local_name(name).rpartition(".")
@@ -384,43 +503,29 @@ class Replica:
             )
         return owned
 
-    def _shards(self, description: ModelDescription) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-        """How tp divides each module, and into shards of which sizes."""
-        strategy = self.mesh.strategy
-        if self.mesh.tensor is None:
-            return {}, {}
-        whole = description.experts if self.mesh.experts is not None else ()
-        styles = {name: style for name, style in description.styles.items() if name not in whole}
-        specs = {spec.name: spec for spec in description.vector.specs}
-        specs |= {name: spec for spec in description.vector.specs for name in spec.tied_names}
-        widths = {
-            module: shard_widths(description.vector, strategy, specs[weight], self.mesh.rank)
-            for module in styles
-            for weight in [description.weight_of(module)]
-            if weight in specs and specs[weight].shard_dim is not None
-        }
-        return styles, widths
-
-    def _shard(self, description: ModelDescription) -> None:
+    def _shard(self, description: ModelDescription) -> tuple[int, ...]:
+        """Divides the layers over the ranks of tp; returns the rows of the vocabulary in each shard."""
         strategy, tensor = self.mesh.strategy, self.mesh.tensor
         assert tensor is not None
         modules = dict(self.model.named_modules())
-        self.vocabulary_widths = self.widths[description.head]
+        rows = self.shards.widths[description.head]
         for name, (_, heads, kv_heads) in description.local_heads(strategy.tp, tensor.shard).items():
             if name in modules:
                 own = getattr(modules[name], "hotspa_set_heads", None)
                 set_heads = own or partial(set_local_heads, modules[name])
                 set_heads(heads, kv_heads)
-        if self._vocab_size < sum(self.vocabulary_widths):
+        num_logits = vocabulary_of_logits(description)
+        if num_logits < sum(rows):
             self.model.config = copy.copy(self.model.config)
-            left = self._vocab_size - sum(self.vocabulary_widths[: tensor.shard])
-            self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
+            left = num_logits - sum(rows[: tensor.shard])
+            self.model.config.unpadded_vocab_size = min(max(left, 0), rows[tensor.shard])
         # other stages' pass-throughs must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
         if strategy.sp:
-            apply_sequence_parallel(present, self.styles, self.widths, tensor)
+            apply_sequence_parallel(present, *self.shards, tensor)
         else:
-            self.calls["end"].append(apply_tensor_parallel(present, self.styles, self.widths, tensor))
+            self.calls["end"].append(apply_tensor_parallel(present, *self.shards, tensor))
+        return rows
 
     def _use_packed(self, description: ModelDescription) -> None:
         """Replaces products by ones with this rank's shards of packed weights."""
@@ -471,7 +576,7 @@ class Replica:
 
     def release(self) -> None:
         """Drops all buffers. A forward before the next `bind` fails on empty parameters."""
-        self.kept.clear()
+        self.head.kept.clear()
         for parameter, _ in self.parameters:
             parameter.data = parameter.data.new_empty(0)
             bind_gradient(parameter, None)
@@ -499,30 +604,29 @@ class Replica:
             [1, T, hidden size] of the last layer here, or the scaled sum of cross entropies (fp64 scalar).
         """
         # without gradients it may be another call of the same rows, e.g. with other labels
-        may_resume = with_loss and self.kept and torch.is_grad_enabled()
+        may_resume = with_loss and self.head.kept and torch.is_grad_enabled()
         if may_resume and (resumed := self._resumed(micro_batch, scale)) is not None:
             return resumed
-        whole, division, num_tokens = micro_batch, None, micro_batch.num_tokens
-        if self.context is not None:
-            division = self.context.divide(whole.lengths)
-            micro_batch, pack = divided_pack(self.context, division, whole, prefix)
-            num_tokens = division.num_tokens
-        else:
-            if self._num_shares > 1:
-                micro_batch = self._divisible(micro_batch)
-            pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, carried=prefix)
+        whole, has_loss = micro_batch, with_loss and self.is_last
+        micro_batch, pack, division = self.tokens.row(whole, prefix)
         for begin in self.calls["begin"]:
             begin(pack, micro_batch, whole)
-        positions = micro_batch.position_ids if self._counts_from is None else self._positions(whole, self._counts_from)
+        counts = self.tokens.counts_from is not None
+        positions = self.tokens.counted_positions(whole) if counts else micro_batch.position_ids
         inputs = dict[str, Any](position_ids=positions, attention_mask=None, use_cache=False, hotspa_pack=pack)
         inputs |= {"input_ids": micro_batch.input_ids} if self.is_first else {"inputs_embeds": hidden}
-        has_loss = self.is_last and with_loss
         if has_loss:
-            out = self._loss(inputs, micro_batch, whole, scale, num_tokens)
+            num_tokens = whole.num_tokens if division is None else division.num_tokens
+            out = self.head.loss(inputs, micro_batch, whole, scale, num_tokens)
         else:
             out = self._base(**inputs).last_hidden_state
-        if self.calls["loss"]:
-            out = self._with_losses(out, has_loss, whole, division, scale, prefix)
+        tokens = self.tokens.collected(whole, division) if self.calls["loss"] else None
+        # each rank of cp computes the further losses of the complete pack, which count once
+        is_counted = division is None or self.mesh.coord.cp == 0
+        for further_loss in self.calls["loss"]:
+            loss = further_loss(whole, scale, tokens, is_counted, prefix)
+            if loss is not None:
+                out = out + loss if has_loss else carry_loss(out, loss)
         if has_loss:
             self.losses.append(out.detach())
         for end in self.calls["end"]:
@@ -537,13 +641,13 @@ class Replica:
             )
         return out
 
-    def _positions(self, whole: MicroBatch, counts_from: int) -> Tensor:
-        """[1, T] int64, this rank's positions for a family that does not count from 0."""
-        counted = with_counted_positions(whole, counts_from)
-        return (self._divisible(counted) if self.context is None else self.context.row_of(counted)).position_ids
-
-    def tokens_kept(self, num_tokens: int) -> int:
-        return num_tokens if self.context is None else self.context.tokens_kept(num_tokens)
+    def _resumed(self, whole: MicroBatch, scale: float) -> Tensor | None:
+        out = self.head.resumed(whole, scale)
+        if out is not None:
+            self.losses.append(out.detach())
+            if self.check_weights is not None:
+                self.check_weights()
+        return out
 
     def begin_step(self, step: int) -> None:
         """Begins a mini-batch, after `step` others in the run, before any gradient."""
@@ -551,88 +655,14 @@ class Replica:
         for begin_step in self.calls["begin_step"]:
             begin_step(step)
 
-    def _loss(
-        self, inputs: dict[str, Any], micro_batch: MicroBatch, whole: MicroBatch, scale: float, num_tokens: int
-    ) -> Tensor:
-        """Computes the scaled loss; keeps the logits of the first `num_tokens` tokens if requested."""
-        loss_of = self.objective.of(micro_batch, whole, scale)
-        in_chunks = self.logits is None and num_tokens > self._chunk_tokens
-        if not (in_chunks or self.keeps_graphs or self._sharers is not None):
-            # squeezed, not indexed: the gradient of an index is another buffer as large as the logits
-            logits = self.model(**inputs).logits.squeeze(0)
-            if self.logits is not None:
-                self.logits.append(logits[:num_tokens])
-            return loss_of(logits, slice(0, micro_batch.num_tokens))
-        hidden = self._base(**inputs).last_hidden_state
-        if self._sharers is not None:
-            hidden = gather_tokens(hidden, self._sharers)
-        if self.keeps_graphs:
-            self.kept[whole.keys, whole.lengths] = KeptForward(hidden, inputs, micro_batch)
-            with torch.no_grad():
-                return self._loss_of_hidden(hidden.detach(), inputs, micro_batch, loss_of, num_tokens)
-        return self._loss_of_hidden(hidden, inputs, micro_batch, loss_of, num_tokens)
-
-    def _loss_of_hidden(
-        self, hidden: Tensor, inputs: dict[str, Any], micro_batch: MicroBatch, loss_of: LossOfLogits, num_tokens: int
-    ) -> Tensor:
-        tail, most = self._tail, self._chunk_tokens
-        assert tail is not None
-        if self.logits is not None or num_tokens <= most:
-            logits = tail(hidden, inputs)
-            if self.logits is not None:
-                self.logits.append(logits[:num_tokens])
-            return loss_of(logits, slice(0, micro_batch.num_tokens))
-        if isinstance(self._own_loss, SequenceLoss):
-            chunks = chunks_of_sequences(micro_batch.lengths, most)
-        else:
-            chunks = chunks_of_tokens(micro_batch.num_tokens, most)
-        return chunked_loss(lambda part, tokens: loss_of(tail(part, inputs), tokens), hidden, tail.parameters, chunks)
-
-    def _resumed(self, whole: MicroBatch, scale: float) -> Tensor | None:
-        """Computes the loss of a pack from an earlier forward's graph (`keeps_graphs`)."""
-        kept = self.kept.pop((whole.keys, whole.lengths), None)
-        if kept is None:
-            return None
-        loss_of = self.objective.of(kept.micro_batch, whole, scale)
-        out = self._loss_of_hidden(kept.hidden, kept.inputs, kept.micro_batch, loss_of, kept.hidden.shape[1])
-        self.losses.append(out.detach())
-        if self.check_weights is not None:
-            self.check_weights()
-        return out
-
-    def _divisible(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Pads the pack to equal shares of the ranks, under sequence parallelism."""
-        shares = self._num_shares
-        return micro_batch.padded_to(-(-micro_batch.num_tokens // shares) * shares, 0)
-
-    def _with_losses(
-        self,
-        out: Tensor,
-        is_loss: bool,
-        whole: MicroBatch,
-        division: Division | None,
-        scale: float,
-        prefix: ChunkPrefix | None,
-    ) -> Tensor:
-        """Adds the attachments' losses to the loss, or lets the hidden state carry them."""
-        rows, is_counted = whole.num_tokens, True
-        if division is not None:  # each rank computes the loss of the complete pack, which counts once
-            rows, is_counted = division.shares.rows[division.context.index], self.mesh.coord.cp == 0
-        row = partial(same_tokens, group=self._sharers, num_tokens=rows)
-        tokens = row if division is None else lambda x: all_tokens(row(x), division)
-        for loss_of in self.calls["loss"]:
-            loss = loss_of(whole, scale, tokens, is_counted, prefix)
-            if loss is not None:
-                out = out + loss if is_loss else carry_loss(out, loss)
-        return out
-
     @property
     def auxiliary(self) -> AuxiliaryLoss | None:
         """The loss of an attachment, if any."""
         return next((each for each in self.attachments if isinstance(each, AuxiliaryLoss)), None)
 
+    def tokens_kept(self, num_tokens: int) -> int:
+        return num_tokens if self.context is None else self.context.tokens_kept(num_tokens)
+
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """The shape of the hidden state between stages."""
-        context, num_tokens = self.context, micro_batch.num_tokens
-        row = num_tokens if context is None else context.row_tokens(micro_batch.lengths)
-        return (1, -(-row // self._num_shares), self.hidden_size)
+        return self.tokens.hidden_shape(micro_batch)

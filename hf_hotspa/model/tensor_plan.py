@@ -306,20 +306,7 @@ class TensorPlan:
             self._check_heads(name, attention)
         cut.heads[name] = (heads, kv_heads)
         for leaf, style in local.items():
-            full = f"{name}.{leaf}"
-            if style == LATENT_STYLE:
-                if not isinstance(getattr(attention, "qk_rope_head_dim", None), int):
-                    raise _WholeError("it does not say how wide its rotary keys are")
-                cut.styles[full] = LATENT
-            elif style == PARTIAL_GRADIENT:
-                for inner, parameter in self.modules[full].named_parameters():
-                    self._cut_norm(cut, name, f"{leaf}.{inner}", parameter)
-            elif style in (COLWISE, ROWWISE):
-                module = self._linear(full)
-                rows = module.in_features if style == ROWWISE else module.out_features
-                self._cut_linear(cut, full, style, _head_parts(leaf, rows, heads, kv_heads))
-            else:
-                raise _WholeError(f"the plan's style {style!r} of {leaf} is not known")
+            self._cut_projection(cut, name, leaf, style)
         for leaf, style in block.parameters.items():
             parameter = attention.get_parameter(leaf)
             if style != "colwise" or parameter.shape[0] % heads:
@@ -334,9 +321,26 @@ class TensorPlan:
             self._cut_norm(cut, name, leaf, parameter)
         if not {COLWISE, ROWWISE} <= set(cut.styles.values()):
             raise _WholeError("the plan names no projections on both sides of it")
-        for leaf, buffer in attention.named_buffers():
-            if buffer.numel() > 1 and "rotary" not in leaf:
-                raise _WholeError(f"its buffer {leaf} may belong to heads")
+        loose = [leaf for leaf, buffer in attention.named_buffers() if buffer.numel() > 1 and "rotary" not in leaf]
+        if loose:
+            raise _WholeError(f"its buffer {loose[0]} may belong to heads")
+
+    def _cut_projection(self, cut: _BlockCut, attention: str, leaf: str, style: str) -> None:
+        """Cuts a planned module of an attention by heads."""
+        name = f"{attention}.{leaf}"
+        if style == LATENT_STYLE:
+            if not isinstance(getattr(self.modules[attention], "qk_rope_head_dim", None), int):
+                raise _WholeError("it does not say how wide its rotary keys are")
+            cut.styles[name] = LATENT
+        elif style == PARTIAL_GRADIENT:
+            for inner, parameter in self.modules[name].named_parameters():
+                self._cut_norm(cut, attention, f"{leaf}.{inner}", parameter)
+        elif style in (COLWISE, ROWWISE):
+            module = self._linear(name)
+            rows = module.in_features if style == ROWWISE else module.out_features
+            self._cut_linear(cut, name, style, _head_parts(leaf, rows, *cut.heads[attention]))
+        else:
+            raise _WholeError(f"the plan's style {style!r} of {leaf} is not known")
 
     def _check_heads(self, name: str, attention: nn.Module) -> None:
         """Rejects layers whose heads differ from the config: the cut would go through a head."""

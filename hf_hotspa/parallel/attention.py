@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import accumulate, zip_longest
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from hf_hotspa.errors import ModelError
+from hf_hotspa.parallel.collectives import Context
 from hf_hotspa.parallel.fused_attention import (
     FusedAttention,
     SequenceLengths,
@@ -180,13 +181,13 @@ def attend_explicitly(
     for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
         weights, _, _ = _probabilities(query, key, sinks, block, scores)
         weights = _dropped(weights.to(query.dtype), _factor(block, scores.dropout, query.dtype))
-        of_block = _grouped(weights, groups) @ value[:, block.keys]
-        out[:, block.queries] = of_block.view(heads, -1, value.shape[2])
+        attended = _grouped(weights, groups) @ value[:, block.keys]
+        out[:, block.queries] = attended.view(heads, -1, value.shape[2])
     return out
 
 
 def explicit_gradients(
-    of_out: Tensor,  # [H, T, E], the gradient of the result
+    d_out: Tensor,  # [H, T, E], the gradient of the result; `d_x` is the gradient of x
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -197,36 +198,36 @@ def explicit_gradients(
     """The gradients of queries, keys, values and sinks, each in its dtype; arguments as for `attend_explicitly`."""
     heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
     wide = torch.promote_types(query.dtype, torch.float32)
-    of_query = torch.zeros_like(query)
-    of_key, of_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)  # sums over blocks
-    of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
+    d_query = torch.zeros_like(query)
+    d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)  # sums over blocks
+    d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
     for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
         weights, beside, logits = _probabilities(query, key, sinks, block, scores)
-        own = _grouped(of_out[:, block.queries], groups)
+        own = _grouped(d_out[:, block.queries], groups)
         factor = _factor(block, scores.dropout, query.dtype)
         used = _dropped(weights.to(query.dtype), factor)
-        of_value[:, block.keys] += _grouped(used, groups).transpose(1, 2) @ own
-        of_weights = (own @ value[:, block.keys].transpose(1, 2)).view(weights.shape)
-        of_weights = _dropped(of_weights, factor).to(wide)
+        d_value[:, block.keys] += _grouped(used, groups).transpose(1, 2) @ own
+        d_weights = (own @ value[:, block.keys].transpose(1, 2)).view(weights.shape)
+        d_weights = _dropped(d_weights, factor).to(wide)
         # the softmax: d scores = P * (dP - sum of P dP), where a sink has dP = 0
-        mean = (of_weights * weights).sum(-1, keepdim=True)
-        of_scores = weights * (of_weights - mean)
-        if beside is not None and of_sinks is not None:
-            of_sinks -= (beside * mean).sum((1, 2))
+        mean = (d_weights * weights).sum(-1, keepdim=True)
+        d_scores = weights * (d_weights - mean)
+        if beside is not None and d_sinks is not None:
+            d_sinks -= (beside * mean).sum((1, 2))
         if scores.softcap is not None:
-            of_scores = of_scores * (1.0 - (logits.to(wide) / scores.softcap).square()).clamp_min(0.0)
-        of_products = _grouped((of_scores * scores.scaling).to(query.dtype), groups)
-        of_query[:, block.queries] = (of_products @ key[:, block.keys]).view(heads, -1, query.shape[2])
-        of_key[:, block.keys] += of_products.transpose(1, 2) @ _grouped(query[:, block.queries], groups)
-    if of_sinks is not None and sinks is not None:
-        of_sinks = of_sinks.to(sinks.dtype)
-    return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
+            d_scores = d_scores * (1.0 - (logits.to(wide) / scores.softcap).square()).clamp_min(0.0)
+        d_products = _grouped((d_scores * scores.scaling).to(query.dtype), groups)
+        d_query[:, block.queries] = (d_products @ key[:, block.keys]).view(heads, -1, query.shape[2])
+        d_key[:, block.keys] += d_products.transpose(1, 2) @ _grouped(query[:, block.queries], groups)
+    if d_sinks is not None and sinks is not None:
+        d_sinks = d_sinks.to(sinks.dtype)
+    return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_sinks
 
 
 class _ExplicitAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -239,7 +240,7 @@ class _ExplicitAttention(torch.autograd.Function):
         return attend_explicitly(query, key, value, sinks, lengths, scores)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks = ctx.saved_tensors
         return *explicit_gradients(gradients[0], query, key, value, sinks, ctx.lengths, ctx.scores), None, None
 
@@ -295,10 +296,10 @@ class ChunkPrefix(Prefix, Protocol):
 class AttentionCall:
     """A family's arguments beside queries, keys and values; see `packed_attention`."""
 
-    scaling: float | None  # factor on the scores; None for the usual one
-    sliding_window: int | None  # tokens that a position sees; None for all before it
-    softcap: float | None  # cap of the scores; None for none
-    sinks: Tensor | None  # [H] further scores; None for none
+    scaling: float | None  # factor on the scores; 1 / sqrt(D) when None
+    sliding_window: int | None  # tokens that a position sees, itself included; all before it when None
+    softcap: float | None  # scores become `softcap * tanh(scores / softcap)` when given
+    sinks: Tensor | None  # [H] further scores, which take part in the softmax and add no value
     dropout: float  # the probability of dropping attention probabilities; 0 if the module is not trained
 
     @property
@@ -441,15 +442,12 @@ def packed_attention(
     *,
     hotspa_pack: PackedSequences | None = None,
     dropout: float = 0.0,  # the probability of dropping attention probabilities in training
-    scaling: float | None = None,  # factor on the scores; 1 / sqrt(D) when None
-    sliding_window: int | None = None,  # tokens that a position sees, itself included; all before it when None
-    softcap: float | None = None,  # scores become `softcap * tanh(scores / softcap)` when given
-    s_aux: Tensor | None = None,  # [H] sinks: further scores, which take part in the softmax and add no value
-    **kwargs: Any,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a packed row. Returns [1, T, H, D] and None (no attention weights).
     Raises `ModelError`: the family passes something that this attention does not support, or does not pass the pack on.
-    `**kwargs`: further arguments of a family (position ids, flags); an unknown tensor is an error."""
+    `given`: the fields of `AttentionCall`, sinks as `s_aux`, and further arguments of a family (position ids, flags); an
+    unknown tensor is an error."""
     if hotspa_pack is None or attention_mask is not None or query.shape[0] != 1:
         raise ModelError(
             f"{type(module).__name__} calls attention with "
@@ -457,16 +455,22 @@ def packed_attention(
             why="the sequences of a pack would attend to each other",
             fix="this family cannot be trained packed; report its model_type",
         )
+    call = AttentionCall(
+        given.pop("scaling", None),
+        given.pop("sliding_window", None),
+        given.pop("softcap", None),
+        given.pop("s_aux", None),
+        dropout if module.training else 0.0,
+    )
     unsupported = []
-    for name, given in kwargs.items():
-        if isinstance(given, Tensor) and name not in _HARMLESS:
+    for name, argument in given.items():
+        if isinstance(argument, Tensor) and name not in _HARMLESS:
             unsupported.append(name)
     if unsupported or not getattr(module, "is_causal", True):
         raise ModelError(
             f"{type(module).__name__} needs {unsupported or 'bidirectional attention'}, which is not supported"
         )
     hotspa_pack.num_calls += 1
-    call = AttentionCall(scaling, sliding_window, softcap, s_aux, dropout if module.training else 0.0)
     attends = attend if hotspa_pack.divided is None else hotspa_pack.divided
     return attends(module, query, key, value, call, hotspa_pack), None
 
@@ -481,8 +485,7 @@ def attend(
     is_fused = call.is_plain or (call.is_fusable and (kernel_takes(query, value) or varlen_takes(query, value)))
     if not is_fused and call.softcap is not None and call.sinks is None and not call.dropout:  # nothing but a cap
         is_fused = varlen_takes(query, value) and capping_kernel() is not None
-    scores = None if is_fused else call.scores(module, query, pack)
-    kernel = partial(_attend, module, pack, call, scores, takes)
+    kernel = _Attention(module, pack, call, None if is_fused else call.scores(module, query, pack), takes)
     if before is not None and before[0].shape[2] and prefix is not None and prefix.in_host and torch.is_grad_enabled():
         in_blocks = call.is_plain and kernel_takes(query, value)
         if not in_blocks or call.slides(max(pack.key_lengths)):
@@ -492,40 +495,41 @@ def attend(
     return kernel(query, key, value, before)
 
 
-def _attend(
-    module: nn.Module,
-    pack: PackedSequences,
-    call: AttentionCall,
-    scores: Scores | None,
-    takes: TakesGradients | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    before: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """[1, T, H, D]; see `attend`. With `scores`, by `explicit_attention`, else by a fused kernel."""
-    if before is not None and before[0].shape[2] and pack.prefix is not None and pack.prefix.in_host:
-        before = pack.prefix.fetched(module, before, query.device)
-    if scores is not None:
-        key, value, key_lengths = pack.joined(before, key, value)
-        out = explicit_attention(query[0], key[0], value[0], call.sinks, pack.lengths, scores, key_lengths)
-        return out.transpose(0, 1)[None]
-    if call.softcap is not None or (query.is_cuda and varlen_takes(query, value)):  # the only kernel that caps
-        key, value, _ = pack.joined(before, key, value)
-        return varlen(query, key, value, pack, call)
-    is_windowed = call.sliding_window is not None and call.slides(max(pack.key_lengths))
-    if (call.sinks is not None or is_windowed) and kernel_takes(query, value):
-        # the first query sees window - 1 tokens before it
-        most_before = None if call.sliding_window is None else call.sliding_window - 1
-        key, value, key_lengths = pack.joined(before, key, value, most_before)
-        of_row = FusedAttention(tuple(zip(pack.lengths, key_lengths, strict=True)), call.scaling, call.sliding_window)
-        return fused_attention(query, key, value, call.sinks, of_row).transpose(1, 2).contiguous()
-    lengths, outs = pack.lengths, []
-    parts = query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
-    prefixes = [None] * len(lengths) if before is None else pack.prefixes(before)
-    for q, k, v, prefix in zip(*parts, prefixes, strict=True):
-        outs.append(_one_sequence(q, k, v, prefix, call, takes).transpose(1, 2))
-    return torch.cat(outs, dim=1)
+class _Attention(NamedTuple):
+    """One call of a module's attention. With `scores`, by `explicit_attention`, else by a fused kernel."""
+
+    module: nn.Module
+    pack: PackedSequences
+    call: AttentionCall
+    scores: Scores | None
+    takes: TakesGradients | None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, before: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[1, T, H, D]; see `attend`."""
+        module, pack, call, scores, takes = self
+        if before is not None and before[0].shape[2] and pack.prefix is not None and pack.prefix.in_host:
+            before = pack.prefix.fetched(module, before, query.device)
+        if scores is not None:
+            key, value, key_lengths = pack.joined(before, key, value)
+            out = explicit_attention(query[0], key[0], value[0], call.sinks, pack.lengths, scores, key_lengths)
+            return out.transpose(0, 1)[None]
+        if call.softcap is not None or (query.is_cuda and varlen_takes(query, value)):  # the only kernel that caps
+            key, value, _ = pack.joined(before, key, value)
+            return varlen(query, key, value, pack, call)
+        is_windowed = call.sliding_window is not None and call.slides(max(pack.key_lengths))
+        if (call.sinks is not None or is_windowed) and kernel_takes(query, value):
+            # the first query sees window - 1 tokens before it
+            most_before = None if call.sliding_window is None else call.sliding_window - 1
+            key, value, key_lengths = pack.joined(before, key, value, most_before)
+            pairs = tuple(zip(pack.lengths, key_lengths, strict=True))
+            row = FusedAttention(pairs, call.scaling, call.sliding_window)
+            return fused_attention(query, key, value, call.sinks, row).transpose(1, 2).contiguous()
+        lengths, outs = pack.lengths, []
+        parts = query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
+        prefixes = [None] * len(lengths) if before is None else pack.prefixes(before)
+        for q, k, v, prefix in zip(*parts, prefixes, strict=True):
+            outs.append(_one_sequence(q, k, v, prefix, call, takes).transpose(1, 2))
+        return torch.cat(outs, dim=1)
 
 
 def _dropout_of(module: nn.Module, p: float, pack: PackedSequences, heads: int) -> AttentionDropout:
@@ -583,10 +587,10 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, cal
     if call.softcap is not None:
         capped = capping_kernel()
         assert capped is not None  # of flash-attn, see `attend`
-        of_row: Tensor = capped(
+        out: Tensor = capped(
             *row, *borders, softmax_scale=call.scaling, causal=True, window_size=window, softcap=call.softcap
         )
-        return of_row[None]
+        return out[None]
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
     queries_each = query.shape[1] // key.shape[1]
@@ -596,9 +600,9 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, cal
     elif queries_each > 1:
         row[1:] = (x.repeat_interleave(queries_each, 1) for x in row[1:])
     if call.sinks is not None:
-        sunk: Tensor = _VarlenWithSinks.apply(*row, call.sinks, borders, call.scaling, window, grouped)
-        return sunk[None]
-    out = varlen_attn(*row, *borders, scale=call.scaling, window_size=window, **grouped)
+        out = _VarlenWithSinks.apply(*row, call.sinks, borders, (call.scaling, list(window)), grouped)
+    else:
+        out = varlen_attn(*row, *borders, scale=call.scaling, window_size=window, **grouped)
     return out[None]
 
 
@@ -607,36 +611,33 @@ class _VarlenWithSinks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         sinks: Tensor,
         borders: tuple[Tensor, Tensor, int, int],
-        scaling: float | None,
-        window: tuple[int, int],
+        options: tuple[float | None, list[int]],  # factor on the scores, and the window
         grouped: dict[str, bool],
     ) -> Tensor:
-        causal = window == (-1, 0)
-        out, total, state = torch.ops.torch_attn._varlen_attn(
-            query, key, value, *borders, causal, scaling, list(window), **grouped
-        )
+        causal = options[1] == [-1, 0]
+        out, total, state = torch.ops.torch_attn._varlen_attn(query, key, value, *borders, causal, *options, **grouped)
         wide, total = with_sinks(out.transpose(0, 1)[None].to(total.dtype), total[None], sinks)
         out = wide[0].transpose(0, 1).to(query.dtype).contiguous()
         ctx.save_for_backward(query, key, value, sinks, out, total, state, *borders[:2])
-        ctx.options = borders[2:], causal, scaling, list(window)
+        ctx.options = borders[2:], causal, *options
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, total, state, *borders = ctx.saved_tensors
         most, causal, scaling, window = ctx.options
-        of_out = gradients[0].contiguous()
-        of_query, of_key, of_value = torch.ops.torch_attn._varlen_attn_backward(
-            of_out, query, key, value, out, total[0].contiguous(), *borders, *most, causal, state, scaling, window
+        d_out = gradients[0].contiguous()
+        d_query, d_key, d_value = torch.ops.torch_attn._varlen_attn_backward(
+            d_out, query, key, value, out, total[0].contiguous(), *borders, *most, causal, state, scaling, window
         )
-        of_sinks = gradient_of_sinks(of_out.transpose(0, 1)[None], out.transpose(0, 1)[None], total, sinks)
-        return of_query, of_key, of_value, of_sinks, None, None, None, None
+        d_sinks = gradient_of_sinks(d_out.transpose(0, 1)[None], out.transpose(0, 1)[None], total, sinks)
+        return d_query, d_key, d_value, d_sinks, None, None, None
 
 
 def _one_sequence(

@@ -12,11 +12,24 @@ so measuring never waits. Transfers of switches are not counted.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Context(Protocol):
+    """What an autograd function keeps for its backward: tensors, and attributes of any name."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def mark_dirty(self, *tensors: Tensor) -> None: ...
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: object) -> None: ...
 
 
 class _Span:
@@ -102,12 +115,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
+    def forward(ctx: Context, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
         ctx.of_gradients = backward
         return forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Any, ...]:
         made = ctx.of_gradients(*gradients)
         return None, None, *(made if isinstance(made, tuple) else (made,))
 

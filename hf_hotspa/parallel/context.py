@@ -49,7 +49,7 @@ from hf_hotspa.parallel.attention import (
     varlen,
     varlen_takes,
 )
-from hf_hotspa.parallel.collectives import CLOCK, gather_rows, start_gather, with_gradient
+from hf_hotspa.parallel.collectives import CLOCK, Context, gather_rows, start_gather, with_gradient
 from hf_hotspa.parallel.fused_attention import (
     FusedAttention,
     Inputs,
@@ -310,7 +310,7 @@ class Kernel(Protocol):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns [1, H, t, D], and for the backward [1, H, t] log sums or None."""
 
-    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
+    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         """The gradients of queries, keys, values and sinks."""
 
 
@@ -323,13 +323,13 @@ class Explicit:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return attend_explicitly(query[0], key[0], value[0], sinks, self._lengths, self._scores)[None], None
 
-    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
+    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         query, key, value, sinks = inputs
-        *gradients, of_sinks = explicit_gradients(
-            of_out[0], query[0], key[0], value[0], sinks, self._lengths, self._scores
+        *gradients, d_sinks = explicit_gradients(
+            d_out[0], query[0], key[0], value[0], sinks, self._lengths, self._scores
         )
-        of_query, of_key, of_value = (x[None] for x in gradients)
-        return of_query, of_key, of_value, of_sinks
+        d_query, d_key, d_value = (x[None] for x in gradients)
+        return d_query, d_key, d_value, d_sinks
 
 
 class Varlen:
@@ -342,11 +342,11 @@ class Varlen:
         call = replace(self._call, sinks=sinks)
         return varlen(query, key, value, self._pack, call).transpose(1, 2), None
 
-    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
+    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in inputs if x is not None]
             again = self.forward(leaves[0], leaves[1], leaves[2], leaves[3] if len(leaves) > 3 else None)[0]
-            gradients = torch.autograd.grad(again, leaves, of_out)
+            gradients = torch.autograd.grad(again, leaves, d_out)
         return gradients[0], gradients[1], gradients[2], gradients[3] if len(gradients) > 3 else None
 
 
@@ -436,7 +436,7 @@ def _placed(pieces: Sequence[Piece]) -> list[tuple[int, int, int, int]]:
 
 class _RingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scaling: float | None) -> Tensor:
+    def forward(ctx: Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scaling: float | None) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=wide)
         total = torch.full(query.shape[:3], -torch.inf, dtype=wide)
@@ -463,11 +463,11 @@ class _RingFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, total = ctx.saved_tensors
         ring: Ring = ctx.ring
-        of_out = gradients[0]
-        of_query = torch.zeros_like(query, dtype=total.dtype)
+        d_out = gradients[0]
+        d_query = torch.zeros_like(query, dtype=total.dtype)
         of_row = torch.zeros(2, *key.shape[1:], dtype=total.dtype)
         at_hand = ring.block(key, value)
         keys, values, own = key, value, of_row
@@ -476,19 +476,18 @@ class _RingFunction(torch.autograd.Function):
             last = step + 1 == ring.steps
             works, following = ((), at_hand) if last else ring.passed(at_hand)
             for queries, block, causal in ring.pairs(step):
-                part, of_key, of_value = gradients_of_block(
-                    of_out[:, :, queries].contiguous(),
+                part, d_key, d_value = gradients_of_block(
+                    d_out[:, :, queries].contiguous(),
                     query[:, :, queries],
                     keys[:, :, block],
                     values[:, :, block],
-                    out[:, :, queries],
-                    total[:, :, queries].contiguous(),
+                    (out[:, :, queries], total[:, :, queries].contiguous()),
                     causal,
                     ctx.scaling,
                 )
-                of_query[:, :, queries] += part
-                own[0][:, block] += of_key[0]
-                own[1][:, block] += of_value[0]
+                d_query[:, :, queries] += part
+                own[0][:, block] += d_key[0]
+                own[1][:, block] += d_value[0]
             if returning is not None:  # what others have added to this block so far
                 CLOCK.wait(*returning[0])
                 own += returning[1]
@@ -501,8 +500,8 @@ class _RingFunction(torch.autograd.Function):
         if returning is not None:
             CLOCK.wait(*returning[0])
             of_row.index_add_(2, ring.mine, returning[1][:, :, : len(ring.mine)])
-        of_key, of_value = of_row.to(key.dtype)
-        return of_query.to(query.dtype), of_key[None], of_value[None], None, None
+        d_key, d_value = of_row.to(key.dtype)
+        return d_query.to(query.dtype), d_key[None], d_value[None], None, None
 
 
 def divided_pack(
@@ -651,7 +650,13 @@ def _later(piece: Piece, start: int) -> Piece:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, tokens: _CutTokens, kernel: Kernel
+        ctx: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        tokens: _CutTokens,
+        kernel: Kernel,
     ) -> Tensor:
         keys, values = tokens.gathered(key, value)
         out, total = kernel.forward(query, keys, values, sinks)
@@ -660,15 +665,15 @@ class _Gathered(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, total = ctx.saved_tensors
         tokens: _CutTokens = ctx.tokens
         keys, values = tokens.gathered(key, value)
         inputs = query, keys, values, sinks
-        of_query, of_keys, of_values, of_sinks = ctx.kernel.backward(gradients[0], inputs, out, total)
-        given = [of_keys, of_values]
-        del keys, values, inputs, of_keys, of_values
-        return of_query, *tokens.returned(given), of_sinks, None, None
+        d_query, d_keys, d_values, d_sinks = ctx.kernel.backward(gradients[0], inputs, out, total)
+        given = [d_keys, d_values]
+        del keys, values, inputs, d_keys, d_values
+        return d_query, *tokens.returned(given), d_sinks, None, None
 
 
 def _attend_gathered(

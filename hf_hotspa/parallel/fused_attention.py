@@ -15,10 +15,12 @@ Shapes: T queries, S keys, P prefix tokens, H query heads, K key/value heads, D 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from hf_hotspa.parallel.collectives import Context
 
 BLOCK_TOKENS = 4096  # tokens of a prefix whose keys and values are repeated for all query heads at a time
 
@@ -85,31 +87,28 @@ def merged(out: Tensor, total: Tensor, part: Tensor, sums: Tensor) -> tuple[Tens
 
 
 def gradients_of_block(
-    of_out: Tensor,  # [1, H, T, D], the gradient of `out`
+    d_out: Tensor,  # [1, H, T, D], the gradient of the result
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,  # attention to all blocks, in the dtype of the queries
-    total: Tensor,  # its sums
+    result: tuple[Tensor, Tensor],  # attention to all blocks, in the dtype of the queries, and its sums
     causal: bool,
     scaling: float | None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A block's part of the gradient of the queries, and the gradients of its keys and values, [1, K, S, D].
-
-    Arguments as for `attend_to_block`, and
-    """
+    """A block's part of the gradient of the queries, and the gradients of its keys and values, [1, K, S, D]. Other
+    arguments as for `attend_to_block`."""
     groups = query.shape[1] // key.shape[1]
     repeated = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    of_query, *of_pair = _backward(of_out, query, *repeated, out, total, 0.0, causal, attn_mask=mask, scale=scaling)
-    of_key, of_value = (x.unflatten(1, (-1, groups)).sum(2) for x in of_pair)
-    return of_query, of_key, of_value
+    d_query, *d_pair = _backward(d_out, query, *repeated, *result, 0.0, causal, attn_mask=mask, scale=scaling)
+    d_key, d_value = (x.unflatten(1, (-1, groups)).sum(2) for x in d_pair)
+    return d_query, d_key, d_value
 
 
 class _WithPrefix(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -129,28 +128,28 @@ class _WithPrefix(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (of_out,) = gradients
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,) = gradients
         query, key, value, keys, values, out, total = ctx.saved_tensors
 
-        def of_block(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            return gradients_of_block(of_out, query, k, v, out, total, causal, ctx.scaling)
+        def gradients_of(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            return gradients_of_block(d_out, query, k, v, (out, total), causal, ctx.scaling)
 
-        of_query, of_key, of_value = of_block(key, value, True)
-        of_query = of_query.to(total.dtype)  # accumulates over blocks
+        d_query, d_key, d_value = gradients_of(key, value, True)
+        d_query = d_query.to(total.dtype)  # accumulates over blocks
         takes: TakesGradients | None = ctx.takes
-        of_keys = of_values = None
+        d_keys = d_values = None
         if takes is None:
-            of_keys, of_values = torch.empty_like(keys), torch.empty_like(values)
+            d_keys, d_values = torch.empty_like(keys), torch.empty_like(values)
         for place in blocks_of_tokens(keys.shape[2]):
-            part, of_k, of_v = of_block(keys[:, :, place], values[:, :, place], False)
-            of_query += part
-            if of_keys is None or of_values is None:
+            part, d_k, d_v = gradients_of(keys[:, :, place], values[:, :, place], False)
+            d_query += part
+            if d_keys is None or d_values is None:
                 assert takes is not None
-                takes(place, of_k, of_v)
+                takes(place, d_k, d_v)
             else:
-                of_keys[:, :, place], of_values[:, :, place] = of_k, of_v
-        return of_query.to(query.dtype), of_key, of_value, of_keys, of_values, None, None
+                d_keys[:, :, place], d_values[:, :, place] = d_k, d_v
+        return d_query.to(query.dtype), d_key, d_value, d_keys, d_values, None, None
 
 
 # -- windows and sinks --------------------------------------------------------------------------------------------------
@@ -193,25 +192,25 @@ class FusedAttention:
             out[:, :, queries], total[:, :, queries] = result.to(query.dtype), sums
         return out, total
 
-    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
+    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         """The gradients of queries, keys, values and sinks, each in its dtype."""
         assert total is not None
         query, key, value, sinks = inputs
-        of_query = torch.zeros_like(query, dtype=total.dtype)
+        d_query = torch.zeros_like(query, dtype=total.dtype)
         # windows overlap, so their gradients are summed in the wide dtype
         wide = None if self.window is None else total.dtype
-        of_key, of_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
         for queries, blocks in self._rows(query):
-            results = out[:, :, queries], total[:, :, queries].contiguous()
-            given = of_out[:, :, queries].contiguous(), query[:, :, queries]
+            result = out[:, :, queries], total[:, :, queries].contiguous()
+            given = d_out[:, :, queries].contiguous(), query[:, :, queries]
             for keys, causal, mask in blocks:
                 pair = key[:, :, keys], value[:, :, keys]
-                own = gradients_of_block(*given, *pair, *results, causal, self.scaling, mask)
-                of_query[:, :, queries] += own[0]
-                of_key[:, :, keys] += own[1]
-                of_value[:, :, keys] += own[2]
-        of_sinks = None if sinks is None else gradient_of_sinks(of_out, out, total, sinks)
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
+                own = gradients_of_block(*given, *pair, result, causal, self.scaling, mask)
+                d_query[:, :, queries] += own[0]
+                d_key[:, :, keys] += own[1]
+                d_value[:, :, keys] += own[2]
+        d_sinks = None if sinks is None else gradient_of_sinks(d_out, out, total, sinks)
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks
 
     def _rows(self, query: Tensor) -> Iterator[tuple[slice, list[_Block]]]:
         """Queries, and the blocks of keys for them."""
@@ -256,10 +255,10 @@ def with_sinks(out: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, Tenso
     return out * (total - both).exp()[..., None], both
 
 
-def gradient_of_sinks(of_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
-    """[H], from the result with sinks and its log sums; arguments as for `with_sinks`, and `of_out` [1, H, T, D]."""
+def gradient_of_sinks(d_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """[H], from the result with sinks and its log sums; arguments as for `with_sinks`, and `d_out` [1, H, T, D]."""
     shares = (sinks.to(total.dtype)[:, None] - total).exp()
-    products = (of_out.to(total.dtype) * out.to(total.dtype)).sum(-1)
+    products = (d_out.to(total.dtype) * out.to(total.dtype)).sum(-1)
     return -(shares * products).sum((0, 2)).to(sinks.dtype)
 
 
@@ -272,7 +271,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | N
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FusedAttention
+        ctx: Context, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FusedAttention
     ) -> Tensor:
         out, total = kernel.forward(query, key, value, sinks)
         ctx.save_for_backward(query, key, value, sinks, out, total)
@@ -280,6 +279,6 @@ class _Fused(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, total = ctx.saved_tensors
         return *ctx.kernel.backward(gradients[0], tuple(inputs), out, total), None

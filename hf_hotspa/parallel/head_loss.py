@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_hotspa.data.collator import MicroBatch, is_idle
-from hf_hotspa.parallel.collectives import with_gradient
+from hf_hotspa.parallel.collectives import Context, with_gradient
 from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss, of_nothing, tokens_of, vocab_parallel_log_probabilities
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.tensor_parallel import gather_shards
@@ -72,7 +72,11 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[[Tensor, slice], Tensor], chunks: Sequence[slice], hidden: Tensor, *parameters: Tensor
+        ctx: Context,
+        run: Callable[[Tensor, slice], Tensor],
+        chunks: Sequence[slice],
+        hidden: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         wanted = [parameter for parameter in parameters if parameter.requires_grad]
@@ -99,7 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         scaled = [
             None if gradient is None else gradient.mul_(grad.to(gradient.dtype))
             for gradient in (ctx.of_hidden, *ctx.sums)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.parallel.collectives import CLOCK, with_gradient
+from hf_hotspa.parallel.collectives import CLOCK, Context, with_gradient
 
 IGNORE = -100  # the label of a position without a target
 
@@ -47,7 +47,7 @@ class _VocabParallelLogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         logits: Tensor,
         labels: Tensor,
         first_row: int,
@@ -82,7 +82,7 @@ class _VocabParallelLogProbabilities(torch.autograd.Function):
         return torch.where(valid, target - total.log(), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         probability, row, mine, valid = ctx.saved_tensors
         if probability.shape[-1]:
             probability.scatter_add_(-1, row[:, None], (ctx.smoothing - 1) * mine.to(probability.dtype)[:, None])
@@ -147,7 +147,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, first_row: int, group: dist.ProcessGroup | None, vocab_size: int,
+        ctx: Context, logits: Tensor, labels: Tensor, first_row: int, group: dist.ProcessGroup | None, vocab_size: int,
         temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
@@ -182,7 +182,7 @@ class _Scores(torch.autograd.Function):
         return values[0], values[1], values[2:]
 
     @staticmethod
-    def backward(ctx: Any, of_log_p: Tensor, of_entropy: Tensor, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Context, of_log_p: Tensor, of_entropy: Tensor, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         log_p, p, row, mine, valid, entropy = ctx.saved_tensors
         of_log_p, of_entropy = torch.where(valid, of_log_p, 0.0), torch.where(valid, of_entropy, 0.0)
         gradient = p * -(of_log_p[:, None] + of_entropy[:, None] * (log_p + entropy[:, None]))

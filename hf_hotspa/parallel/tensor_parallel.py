@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.parallel.collectives import CLOCK, gather, scatter_sum, with_gradient
+from hf_hotspa.parallel.collectives import CLOCK, Context, gather, scatter_sum, with_gradient
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.wrapped_model import base_layer
 
@@ -55,14 +55,14 @@ class _SumOfShards(torch.autograd.Function):
     """Sums over the shards forward, in place; every shard receives the whole gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
         with CLOCK.waiting:
             dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad, None
 
 
@@ -86,14 +86,14 @@ def _slice_of_shard(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGrou
 def gather_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
     """Gathers the last dim ([..., own width]; `widths` in the order of shards) for a computation that all ranks of the group
     repeat."""
-    place: dict[str, Any] = {"widths": widths, "tensor_group": tensor_group}
-    return with_gradient(partial(_all_gather_last, **place), partial(_slice_of_shard, **place), x)
+    ways = [partial(way, widths=widths, tensor_group=tensor_group) for way in (_all_gather_last, _slice_of_shard)]
+    return with_gradient(*ways, x)
 
 
 def _split_to_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
     """This shard's slice of a last dim that is whole on every rank; the inverse of `gather_shards`."""
-    place: dict[str, Any] = {"widths": widths, "tensor_group": tensor_group}
-    return with_gradient(partial(_slice_of_shard, **place), partial(_all_gather_last, **place), x)
+    ways = [partial(way, widths=widths, tensor_group=tensor_group) for way in (_slice_of_shard, _all_gather_last)]
+    return with_gradient(*ways, x)
 
 
 def _has_gradient(x: Tensor) -> bool:
@@ -201,10 +201,11 @@ def _latent(out: Tensor, *, rotary_size: int, group: dist.ProcessGroup) -> Tenso
     return torch.cat([latent, _copy_to_shards(rotary, group)], dim=-1)
 
 
-def _share_bias(experts: nn.Module, size: int) -> None:
-    """Makes experts whose outputs are summed over the shards add this rank's share of their bias."""
+def _wrap_experts(experts: nn.Module, size: int, enter: OnTensor, leave: OnTensor) -> None:
+    """Makes experts whose outputs are summed over the shards also add this rank's share of their bias."""
     if getattr(experts, "down_proj_bias", None) is not None:
         experts.forward = partial(_with_share_of_bias, experts, experts.forward, size)
+    wrap(experts, enter, leave)
 
 
 def _with_share_of_bias(
@@ -230,7 +231,7 @@ def apply_tensor_parallel(
 ) -> Callable[[], None]:
     """Wraps the forward of every module that has a style; its parameters must be (or become) this rank's shards.
     Returns a function to call after every forward; it drops cached inputs."""
-    group = tensor_group.group
+    group, size = tensor_group.group, tensor_group.size
     shared = _SharedInput(group)
 
     def sum_of(x: Tensor) -> Tensor:
@@ -243,35 +244,28 @@ def apply_tensor_parallel(
         # sums a copy: the family's own operations may have saved their output for the backward
         return sum_of(x.clone(memory_format=torch.contiguous_format))
 
-    def once(x: Tensor) -> Tensor:
-        """For an expert without weights, whose output is equal on every rank and must appear once in the sum."""
-        return x / tensor_group.size
+    def latent(name: str) -> OnTensor:
+        rotary_size = modules[name.rpartition(".")[0]].qk_rope_head_dim
+        return partial(_latent, rotary_size=rotary_size, group=group)
 
+    def placed(move: Callable[..., Tensor], name: str) -> OnTensor:
+        return partial(move, widths=widths[name], tensor_group=tensor_group)
+
+    wrappers: dict[str, Callable[[str, nn.Module], None]] = {
+        EXPERTS: lambda _, module: _wrap_experts(module, size, copied, sum_of_experts),
+        # an expert without weights, whose output is equal on every rank and must appear once in the sum
+        IDENTITY_EXPERT: lambda _, module: wrap(module, leave=lambda x: x / size),
+        LATENT: lambda name, module: wrap(module, leave=latent(name)),
+        COLWISE: lambda _, module: wrap(module, shared),
+        VOCABULARY_HEAD: lambda _, module: wrap(module, shared),
+        COLWISE_GATHER: lambda name, module: wrap(module, shared, placed(gather_shards, name)),
+        ROWWISE: lambda _, module: wrap_rowwise(module, sum_of),
+        ROWWISE_SPLIT: lambda name, module: wrap_rowwise(module, sum_of, placed(_split_to_shards, name)),
+        VOCABULARY_EMBEDDING: lambda name, m: wrap_embedding(m, widths[name], tensor_group.shard, sum_of),
+    }
     for name, style in styles.items():
-        module = modules.get(name)
-        if module is None:
-            continue
-        place: dict[str, Any] = {"widths": widths.get(name), "tensor_group": tensor_group}
-        if style == EXPERTS:
-            _share_bias(module, tensor_group.size)
-            wrap(module, copied, sum_of_experts)
-        elif style == IDENTITY_EXPERT:
-            wrap(module, leave=once)
-        elif style == LATENT:
-            rotary_size = modules[name.rpartition(".")[0]].qk_rope_head_dim
-            wrap(module, leave=partial(_latent, rotary_size=rotary_size, group=group))
-        elif style in (COLWISE, VOCABULARY_HEAD):
-            wrap(module, shared)
-        elif style == COLWISE_GATHER:
-            wrap(module, shared, partial(gather_shards, **place))
-        elif style == ROWWISE:
-            wrap_rowwise(module, sum_of)
-        elif style == ROWWISE_SPLIT:
-            wrap_rowwise(module, sum_of, partial(_split_to_shards, **place))
-        elif style == VOCABULARY_EMBEDDING:
-            wrap_embedding(module, widths[name], tensor_group.shard, sum_of)
-        else:
-            raise AssertionError(f"no wrapper for style {style!r} of {name}")
+        if name in modules:
+            wrappers[style](name, modules[name])
     return shared.clear
 
 
@@ -394,7 +388,6 @@ def apply_sequence_parallel(
         if style == ROWWISE:
             wrap_rowwise(module, leave)
         elif style == EXPERTS:  # each rank runs its columns of every expert on all tokens
-            _share_bias(module, tensor_group.size)
-            wrap(module, enter, leave)
+            _wrap_experts(module, tensor_group.size, enter, leave)
         elif style == VOCABULARY_EMBEDDING:
             wrap_embedding(module, widths[name], tensor_group.shard, leave)

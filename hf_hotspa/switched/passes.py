@@ -85,9 +85,9 @@ class TapedReplica(Attachment, Objective):
 
     def __init__(self, replica: Replica, taping: Taping) -> None:
         self.replica, self._taping = replica, taping
-        assert isinstance(replica.objective, LogitLoss)
-        self._loss = replica.objective
-        replica.objective = self
+        assert isinstance(replica.head.objective, LogitLoss)
+        self._loss = replica.head.objective
+        replica.head.objective = self
         for tape in replica.calls["tape"]:
             tape(taping)
         self._writes = replica.mesh.coord.tp == 0
@@ -571,11 +571,11 @@ class Passes:
 
     @property
     def num_logits(self) -> int:
-        return sum(next(iter(self.engine.phases.values())).replica.objective.logit_widths)
+        return sum(next(iter(self.engine.phases.values())).replica.head.objective.logit_widths)
 
     def _columns_of(self, strategy: Strategy, rank: int) -> slice:
         replica = self.engine.phases[strategy].replica
-        mesh, widths = replica.mesh.strategy, replica.objective.logit_widths  # with the engine's order of shards
+        mesh, widths = replica.mesh.strategy, replica.head.objective.logit_widths  # with the engine's order of shards
         shard = mesh.shard_index(mesh.coord(rank).tp)
         return slice(sum(widths[:shard]), sum(widths[: shard + 1]))
 

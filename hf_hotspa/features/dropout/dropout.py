@@ -171,12 +171,11 @@ class DropoutMasks:
         specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
         heads = description.local_heads(strategy.tp, mesh.tensor.shard) if mesh.tensor is not None else {}
         rows_of_shard = partial(shard_rows, description.vector, strategy, rank=mesh.rank)
-        dropped = use_keyed_dropout(model, self, specs, rows_of_shard, replica.hidden_size, mesh.tensor)
+        hidden_size = description.shape.hidden_size
+        dropped = use_keyed_dropout(model, self, specs, rows_of_shard, hidden_size, mesh.tensor)
         dropped |= use_attention_dropout(model, self, {name: first for name, (first, _, _) in heads.items()})
-        if dropped:
-            replica.recompute = self.recompute
-            if replica.context is not None:
-                replica.context.let_attend = self.let_attend
+        if dropped and replica.context is not None:
+            replica.context.let_attend = self.let_attend
         return dropped
 
     def begin_step(self, step: int) -> None:

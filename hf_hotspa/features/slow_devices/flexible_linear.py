@@ -521,14 +521,14 @@ def make_flexible(replica: Replica) -> FlexibleWork:
     tensor_group, modules = replica.mesh.tensor, dict(replica.model.named_modules())
     assert tensor_group is not None
     work = FlexibleWork(tensor_group, replica.device)
-    for name, style in replica.styles.items():
+    for name, style in replica.shards.styles.items():
         module = modules.get(name) if style in (COLWISE, ROWWISE) else None
         linear = base_layer(module) if module is not None else None
         if not isinstance(linear, nn.Linear):
             continue
         by_position = [0] * tensor_group.size
         for shard, position in enumerate(tensor_group.order):
-            by_position[position] = replica.widths[name][shard]
+            by_position[position] = replica.shards.widths[name][shard]
         cut = tuple(by_position)
         if style == ROWWISE:
             linear.hotspa_product = FlexibleLinear(name, linear, work, cut, None)  # type: ignore[assignment]
