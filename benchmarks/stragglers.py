@@ -293,7 +293,7 @@ class Side:
         engine, begin, speeds = self.engine, time.perf_counter(), self.step_time.devices.speeds()
         vector = engine.description.vector
         shares = shares_by_speed(vector, engine.phases, speeds)
-        if engine.recut(cut_by_speed(vector.stage_costs, engine.phases, speeds), of_ranks=shares):
+        if engine.recut(cut_by_speed(vector.stage_costs, engine.phases, speeds), rank_times=shares):
             self.step_time.take_cut()
             self.recut_s.append(time.perf_counter() - begin)
 

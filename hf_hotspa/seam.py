@@ -118,7 +118,7 @@ class Runner:
     """Another way to run phases, or their packs. What is not overridden is done in the engine's way.
 
     Attributes:
-        is_alone: Whether it runs the phases (`of_phase`) of the run's one strategy, with separate switches, which nothing
+        is_alone: Whether it runs the phases (`phase_runner`) of the run's one strategy, with separate switches, which nothing
             overlaps.
         by_stage: Whether each stage of that strategy has its part of the master store on its own ranks.
     """
@@ -139,7 +139,7 @@ class Runner:
         """Makes the optimizer steps that replace the caller's (`HotSPaEngine.updates`), or None. Collective."""
         return None
 
-    def of_phase(self, *shared: Any, updates: Any) -> Any:
+    def phase_runner(self, *shared: Any, updates: Any) -> Any:
         """Makes a strategy's `engine.phase.PhaseRunner`, with its arguments and the result of `updates`."""
         raise NotImplementedError
 

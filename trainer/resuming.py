@@ -246,7 +246,7 @@ class BaseDigest:
         """The digest of a model whose adapter the engine trains."""
         now = weakref.ref(engine), engine.master.frozen_version
         if self._known is None or self._known[0] != now:
-            self._known = now, engine.base_digest or frozen_digest(model)
+            self._known = now, engine.initial.base_digest or frozen_digest(model)
         return self._known[1]
 
 

@@ -32,6 +32,7 @@ from hf_hotspa.versions import LIBRARIES, version_of
 def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, plan: RunPlan) -> RunFacts:
     """The facts of a run. `table`: the scan of the data set; None for a stream."""
     args, model = trainer.args, trainer.model
+    overlap = engine.options.overlap(engine.device)
     shape = engine.description.shape
     single = plan.single if plan.predicts else None
     flags = (name for name, flag in flags_of(type(args)).items() if flag.recorded)
@@ -52,8 +53,8 @@ def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, p
         | {
             "mini_batch_size": args.hotspa_rows_a_step,
             "pipeline_mode": pipeline_mode(args),
-            "overlap_load": engine.overlap.load,
-            "overlap_return": engine.overlap.return_gradients,
+            "overlap_load": overlap.load,
+            "overlap_return": overlap.return_gradients,
             "max_steps": args.max_steps,
             "learning_rate": args.learning_rate,
             "lr_scheduler": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),

@@ -82,7 +82,7 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
 
 def run_options(args: HotSPaTrainingArguments) -> RunOptions:
     """The options that decide which strategies can run."""
-    return engine_options(args).of_run(args.device.type)
+    return engine_options(args).run_options(args.device.type)
 
 
 def engine_options(

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.engine.evaluation import Evaluation
+from hf_hotspa.engine.executor import Buffers
 from hf_hotspa.engine.faults import PhaseFailures, raise_non_finite
 from hf_hotspa.engine.loading import fill_from_model, load_below_adapter, load_weights, write_to_model
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.optimizer_states import states_of
-from hf_hotspa.engine.phase import Observer, PhaseRunner, peak_memory
-from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, with_step_times
+from hf_hotspa.engine.phase import MiniBatchRun, Observer, PhaseRunner, peak_memory
+from hf_hotspa.engine.set_up import RunnerMaker, changed, describe, plan_switches, take_cut, with_step_times
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import ParameterSpec
@@ -45,10 +46,36 @@ from hf_hotspa.model.options import EngineOptions, default_device
 from hf_hotspa.model.replica import Attachment, Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, check_mini_batch, hotspa_cause, packed_flags
-from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
+from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.report import PhaseMeasure, PhaseReport, RankMeasures, StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_launch
+
+
+class InitialWeights(NamedTuple):
+    """What an engine was made with."""
+
+    digest: str | None = None  # `weights_digest` of the model, if it was read
+    were_equal: bool = True  # whether all ranks' models had the same weights; else the engine has rank 0's
+    base_digest: str | None = None  # `frozen_digest` of a base that was read by slices below an adapter
+
+
+class Stop(Protocol):
+    @property
+    def requested(self) -> bool: ...
+
+
+class Updates(Protocol):
+    """The optimizer steps of a stage that updates by itself."""
+
+    step: Callable[[], object] | None
+
+    @property
+    def squared_norm(self) -> float:
+        """Of this rank's gradients, the mean over the updates of a mini-batch."""
+
+    def refuse_clipping(self) -> NoReturn: ...
+    def refuse_recut(self) -> NoReturn: ...
 
 
 class HotSPaEngine:
@@ -63,13 +90,10 @@ class HotSPaEngine:
         device: Where this rank computes; by default its CUDA device or else the CPU.
 
     Attributes:
-        longest: Tokens of the longest sequence that fits a bucket.
         observer: Called at the begin and end of each phase, if set.
         stop: Its `requested` is read at the end of each mini-batch: whether this rank wants to stop. None for never.
         failures: Explains failed phases; knows of a lack of memory on this rank.
-        model_digest: `weights_digest` of the model, if read when the engine was made.
-        had_equal_weights: Whether all ranks' models had the same weights then; else the engine has rank 0's.
-        base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
+        initial: The weights that the engine was made with.
         updates: The optimizer steps of this rank's stage, if a feature updates stages by themselves:
             set its `step`. None if the caller steps once per mini-batch.
         grad_norm: Global 2-norm of the last mini-batch's gradient, before clipping; if stages update by themselves, the
@@ -90,75 +114,67 @@ class HotSPaEngine:
         device: torch.device | None = None,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
-        self.rank: int = dist.get_rank() if started else 0
-        self.world_size: int = dist.get_world_size() if started else 1
-        self.buckets = tuple(buckets)
-        self.longest = max((bucket.longest for bucket in self.buckets), default=0)
-        options = options or EngineOptions()
-        check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
-        self.device = device = device or default_device()
-        self.overlap = options.overlap(device)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+        self.buckets, self.options = tuple(buckets), options or EngineOptions()
+        options, device = self.options, device or default_device()
+        check_launch(self.buckets, world_size)  # every rank sees the same two numbers, so every rank raises
         streams = any(bucket.strategy.z for bucket in self.buckets)
-        self._groups = ProcessGroups(self.rank, self.world_size, device, *options.timeouts(device, streams))
-        self._mailbox = Mailbox(self.rank, self.world_size)
-        self.agreement = Agreement(self._groups.agreement, self.rank, self._mailbox)
-        self.failures = PhaseFailures(self.rank, self._mailbox)
+        self._groups = ProcessGroups(rank, world_size, device, *options.timeouts(device, streams))
+        self.failures = PhaseFailures(rank, Mailbox(rank, world_size))
+        self.agreement = Agreement(self._groups.agreement, rank, self.failures.mailbox)
         self.description = describe(model, self.buckets, options, weights, self._groups, self.agreement)
         self._switching = plan_switches(
             self.description.vector, self.buckets, options, self._groups, self.agreement, self.failures
         )
+        strategies, runner = self._switching.pool.strategies, options.runner
+        by_stage = strategies[0] if runner is not None and runner.by_stage else None
         home = options.master_device(device)
-        strategies = self._switching.pool.strategies
-        self._phase_runner = options.runner
-        by_stage = strategies[0] if self._phase_runner is not None and self._phase_runner.by_stage else None
-        self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device, by_stage)
-        self.model_digest: str | None = None
-        self.had_equal_weights = True
+        self.master = MasterStore(self.description.vector, rank, world_size, home, device, by_stage)
+        self.initial = InitialWeights()
         self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # model with our frozen weights, version
-        self.base_digest: str | None = None
         if weights is not None and self.description.adapters is not None:
-            self.base_digest = load_below_adapter(weights, model, self.master, self.agreement)
+            self.initial = InitialWeights(base_digest=load_below_adapter(weights, model, self.master, self.agreement))
         elif weights is not None:
             load_weights(weights, model, self.master, self.agreement)
         else:
-            self.model_digest, self.had_equal_weights = fill_from_model(
-                model, self.master, self.agreement, self._groups.switch
-            )
-            if self.had_equal_weights:
+            self.initial = InitialWeights(*fill_from_model(model, self.master, self.agreement, self._groups.switch))
+            if self.initial.were_equal:
                 self._frozen_in = weakref.ref(model), self.master.frozen_version
         self._adopting = adopt_before_steps(self.master)
-        self.updates: Any = None
-        if self._phase_runner is not None:
-            self.updates = self._phase_runner.updates(strategies[0], self._groups, self.master)
-        self._buffers, self._options = dict(bare_model(model)[0].named_buffers()), options
-        self._attached: list[Callable[[Replica], Attachment]] = []
-        self.phases = {strategy: self._runner(self.description, self._groups.mesh(strategy)) for strategy in strategies}
+        self.updates: Updates | None = None
+        if runner is not None:
+            self.updates = runner.updates(strategies[0], self._groups, self.master)
+        buffers = dict(bare_model(model)[0].named_buffers())
+        self._make = RunnerMaker(self._switching, self.master, buffers, options, runner, self.updates)
+        self.phases = {strategy: self._make(self.description, self._groups.mesh(strategy)) for strategy in strategies}
         self.agreement.barrier()  # build times differ by rank, and the switch groups have a shorter timeout
         self._groups.warm_up()
         self._switching.prepare()
         self.observer: Observer | None = None
-        self.stop: Any = None
+        self.stop: Stop | None = None
         self.stop_ranks: tuple[int, ...] = ()
         self._steps, self.grad_norm, self._reached = 0, 0.0, frozenset[str]()
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
-    def _runner(self, description: ModelDescription, mesh: StrategyMesh) -> PhaseRunner:
-        shared = self._switching, self.master, self._buffers, self.overlap, self._options
-        runner: PhaseRunner
-        if self._phase_runner is not None:
-            runner = self._phase_runner.of_phase(description, mesh, *shared, updates=self.updates)
-        else:
-            runner = PhaseRunner(description, mesh, *shared)
-        for make in self._attached:
-            _attach(make, runner)
-        return runner
+    @property
+    def rank(self) -> int:
+        return self._groups.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._groups.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._groups.device
 
     def recut(
         self,
         step_times: Iterable[tuple[int, ...]],
         fits: Callable[[ModelDescription], None] = lambda _: None,
-        of_ranks: Iterable[int] = (),
+        rank_times: Iterable[int] = (),
     ) -> bool:
         """Between two mini-batches, changes the stage partition and the MLP shares by relative step times.
 
@@ -167,7 +183,7 @@ class HotSPaEngine:
 
         Args:
             step_times: Of pipeline stages (`StageCosts.step_times`), the same on all ranks; empty for the original ones.
-            of_ranks: Of each rank (`ParameterVector.step_times`), for tensor-parallel MLPs; the same on all ranks;
+            rank_times: Of each rank (`ParameterVector.step_times`), for tensor-parallel MLPs; the same on all ranks;
                 empty for even shares.
             fits: Raises on a rank that cannot hold the model in this partition.
 
@@ -180,11 +196,11 @@ class HotSPaEngine:
         """
         if self.updates is not None:
             self.updates.refuse_recut()
-        description = with_step_times(self.description, step_times, self._options.stage_costs, of_ranks)
+        description = with_step_times(self.description, step_times, self.options.stage_costs, rank_times)
         meshes = {s: self.phases[s].mesh for s in changed(self.description, description, self.phases)}
         if meshes:
             where, shared = f"cut by speed before mini-batch {self._steps + 1}", (self._switching, self.agreement)
-            self.phases |= take_cut(description, meshes, *shared, self._runner, fits, where)
+            self.phases |= take_cut(description, meshes, *shared, self._make, fits, where)
         self.description = description
         return bool(meshes)
 
@@ -225,7 +241,7 @@ class HotSPaEngine:
 
     def explain(self, error: Exception, where: str) -> Exception:
         """What to raise for an error that ends training on this rank; leaves it for the other ranks (`Mailbox`)."""
-        return self._mailbox.tell(error, where)
+        return self.failures.mailbox.tell(error, where)
 
     # -- optimizer side -----------------------------------------------------------------------------------------------
 
@@ -305,7 +321,7 @@ class HotSPaEngine:
             )
         if error is not None or self.world_size > 1:
             check_mini_batch(self.agreement, mini_batch, self._switching.load_facts, error, where, facts)
-        self._agreed = time.perf_counter()  # about the same moment on all ranks
+        agreed = time.perf_counter()  # about the same moment on all ranks
         if not add:
             self.master.zero_gradients()
             self._reached = frozenset()
@@ -314,12 +330,19 @@ class HotSPaEngine:
             scored.hand_over([phase.bucket.strategy for phase in mini_batch.phases]) if scored is not None else None
         )
         order = self._order(mini_batch, loaded) if len(mini_batch.phases) > 1 else [*range(len(mini_batch.phases))]
-        loss, measures = self._run_phases(mini_batch, order, loaded, training, where)
+        scale = 1.0 / max(mini_batch.plan.num_labels, 1)
+        together = MiniBatchRun(self._steps, scale, agreed, training, self.agreement.barrier)
+        loss, measures = self._run_phases(mini_batch, order, loaded, together, where)
         self._steps += 1
-        return self._finish(mini_batch, order, loss, measures, begin, where)
+        return self._finish(mini_batch, order, loss, measures, (begin, agreed), where)
 
     def _run_phases(
-        self, mini_batch: MiniBatch, order: Sequence[int], loaded: PhaseRunner | None, training: bool, where: str
+        self,
+        mini_batch: MiniBatch,
+        order: Sequence[int],
+        loaded: PhaseRunner | None,
+        together: MiniBatchRun,
+        where: str,
     ) -> tuple[float, list[PhaseMeasure]]:
         """Returns this rank's part of the loss and its measurements per phase; `loaded` already has its weights."""
         measures: list[PhaseMeasure] = []
@@ -333,18 +356,9 @@ class HotSPaEngine:
             if self.observer is not None:
                 self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
             try:
-                phase_loss, measured = runner.run(
-                    phase,
-                    mini_batch.plan.phases[index],
-                    1.0 / max(mini_batch.plan.num_labels, 1),
-                    previous,
-                    step=self._steps,
-                    since=self._agreed,
-                    wait_for_all=self.agreement.barrier,
-                    following=following,
-                    training=training,
-                    is_loaded=runner is loaded and not measures,
-                )
+                is_loaded = runner is loaded and not measures
+                plan = mini_batch.plan.phases[index]
+                phase_loss, measured = runner.run(phase, plan, together, previous, following, is_loaded)
             except BaseException as failure:
                 self._end_all(phase, where, failure)
             loss += phase_loss
@@ -376,13 +390,14 @@ class HotSPaEngine:
         raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
 
     def _finish(
-        self, mini_batch: MiniBatch, order: Sequence[int], loss: float, measures: list[PhaseMeasure], begin: float,
-        where: str,
+        self, mini_batch: MiniBatch, order: Sequence[int], loss: float, measures: list[PhaseMeasure],
+        moments: tuple[float, float], where: str,
     ) -> StepReport:  # fmt: skip
+        begin, agreed = moments  # of the call, and of the agreement of all ranks
         stops = self.stop is not None and self.stop.requested
         updates, trained, here = self.updates, self.master.trained, set[str]()
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
-        numbers = [loss, square, self._agreed - begin, float(peak_memory(self.device)), float(stops)]
+        numbers = [loss, square, agreed - begin, float(peak_memory(self.device)), float(stops)]
         for index, measured in zip(order, measures, strict=True):
             runner = self.phases[mini_batch.phases[index].bucket.strategy]
             for part in runner.parts:
@@ -435,10 +450,6 @@ class HotSPaEngine:
         shared = self.phases, self.agreement, self._groups, self._end_all, self._switching.load_facts
         return Evaluation(*shared, store, training, step)
 
-    @property
-    def options(self) -> EngineOptions:
-        return self._options
-
     def frozen_weights(self, model: nn.Module) -> MasterStore:
         """A second model's weights, for `evaluation`: sharded like the engine's, never trained. Collective.
 
@@ -446,17 +457,15 @@ class HotSPaEngine:
             ModelError: on every rank: the model is not built like the engine's.
         """
         agreement, vector = self.agreement, self.description.vector
-        agreement.run("set-up of a second model", lambda: check_same_build(model, self.description, self._buffers))
-        home = self._options.master_device(self.device)
+        agreement.run("set-up of a second model", lambda: check_same_build(model, self.description, self._make.buffers))
+        home = self.options.master_device(self.device)
         store = MasterStore(vector, self.rank, self.world_size, home, self.device, trained=False)
         fill_from_model(model, store, agreement, self._groups.switch)
         return store
 
     def attach(self, make: Callable[[Replica], Attachment]) -> None:
         """Attaches the result of `make` to every replica on this rank, also after later `recut`s. Not collective."""
-        self._attached.append(make)
-        for runner in self.phases.values():
-            _attach(make, runner)
+        self._make.attach(make, self.phases.values())
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies the existing gradients, and their norm. Not collective: the same on all ranks."""
@@ -485,7 +494,7 @@ class HotSPaEngine:
         write_to_model(model, self.weights(frozen=current != self._frozen_in))
         self._frozen_in = current
 
-    def weights(self, frozen: bool = True, buffers: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, frozen: bool = True, buffers: Buffers | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Every complete weight, or only trained ones, or other `buffers`, as `MasterStore.gather`. Collective: all
         ranks consume it to the end."""
         # barriers have a longer timeout than the switch group: a rank may be late from writing to a slow disk
@@ -524,7 +533,7 @@ def adopt_before_steps(master: MasterStore) -> RemovableHandle:
     """
     store, own, others = weakref.ref(master), {id(share) for share in master.parameters.values()}, set[type]()
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
+    def before(optimizer: Optimizer, *_: object) -> None:
         to, kind = store(), type(optimizer)
         if to is None or kind in others:
             return
@@ -534,8 +543,3 @@ def adopt_before_steps(master: MasterStore) -> RemovableHandle:
             states_of(kind).adopt(optimizer, to)
 
     return register_optimizer_step_pre_hook(before)
-
-
-def _attach(make: Callable[[Replica], Attachment], runner: PhaseRunner) -> None:
-    for part in runner.parts:
-        part.attach(make(part))

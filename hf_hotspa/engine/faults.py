@@ -106,7 +106,7 @@ class PhaseFailures:
     """Explains the failures of phases, on the main thread and in the switch thread."""
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
-        self._rank, self._mailbox = rank, mailbox
+        self._rank, self.mailbox = rank, mailbox
         # facts about running out of memory on this rank, until `note` writes them
         self.out_of_memory: OutOfMemory | None = None
         # by strategy, on a rank, if a memory model knows; for messages
@@ -127,8 +127,8 @@ class PhaseFailures:
         shortage = out_of_memory(failure, phase, runner, step, self.predicted_bytes)
         if shortage is not None:
             self.out_of_memory = self.out_of_memory or shortage  # the other thread may have noted it first
-            return self._mailbox.explain(self.out_of_memory.error(place), place)
-        return self._mailbox.explain(hotspa_cause(failure) or lost_peer(failure, self._rank, place) or failure, place)
+            return self.mailbox.explain(self.out_of_memory.error(place), place)
+        return self.mailbox.explain(hotspa_cause(failure) or lost_peer(failure, self._rank, place) or failure, place)
 
 
 # -- what the next launch should know ----------------------------------------------------------------------------------

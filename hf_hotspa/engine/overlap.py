@@ -154,6 +154,46 @@ class GradientWatch:
                 self._gate.open((slot.segment,))
 
 
+class Beside:
+    """A phase's switches beside its computation: a load, or a return of gradients, or both.
+
+    Attributes:
+        guards: Of each stage, for loads; none if they are over before the computation begins.
+        watch: For returns; None if they begin after it.
+    """
+
+    def __init__(self, parts: Sequence[Replica], loads: bool, returns: bool) -> None:
+        self.guards = [WeightGuard(part.model, part.layers, part.parameters) for part in parts if loads]
+        for part, guard in zip(parts, self.guards, strict=False):
+            part.check_weights = guard.check
+        parameters = [parameter for part in parts for parameter in part.parameters]
+        self.watch = GradientWatch(parameters) if returns else None
+        self.load_job: SwitchJob | None = None
+        self.return_job: SwitchJob | None = None
+
+    def begin_load(self, job: SwitchJob, there: Collection[int]) -> None:
+        """Makes modules wait for a load, except for segments that are already there."""
+        self.load_job = job
+        for guard in self.guards:
+            guard.arm(job, there)
+
+    def disarm(self) -> None:
+        """The computation is over, and the load: opens the gates of all gradients."""
+        self.load_job = None
+        for guard in self.guards:
+            guard.disarm()
+        if self.watch is not None:
+            self.watch.disarm()
+
+    def drop(self) -> None:
+        """Forgets the phase; opens nothing, as the computation may have failed."""
+        self.load_job = self.return_job = None
+        for guard in self.guards:
+            guard.disarm()
+        if self.watch is not None:
+            self.watch.drop()
+
+
 # -- units, one at a time ----------------------------------------------------------------------------------------------
 
 # Streams a replica's units through memory for two of them: weights come just in time, gradients leave once made.

@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_hotspa.data.collator import MicroBatch, PhaseBatch, idle_micro_batch
 from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchJob
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.overlap import GradientWatch, UnitStream, WeightGuard
+from hf_hotspa.engine.overlap import Beside, UnitStream
 from hf_hotspa.engine.switching import MemoryForecast, Switching
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
@@ -99,12 +99,35 @@ def peak_memory(device: torch.device) -> int:
 # -- phases -----------------------------------------------------------------------------------------------------------
 
 
+class MiniBatchRun(NamedTuple):
+    """What the phases of a mini-batch have in common."""
+
+    step: int  # number of earlier mini-batches
+    scale: float  # 1 / (label tokens of the mini-batch)
+    since: float  # moment from which the starts of phases are counted
+    training: bool  # whether the model is in training mode
+    wait_for_all: Callable[[], None]  # returns when all ranks are here
+
+
+class _Held(NamedTuple):
+    """What a strategy's weight buffers hold."""
+
+    store: MasterStore  # where the weights are from
+    # what the arena is to record once they are complete: a later load of the same leaves out the frozen ones
+    holder: Hashable = None
+    there: frozenset[int] = frozenset()  # the segments that were there before the load
+    frozen_bytes: int = 0  # of frozen weights that the load moved between ranks, summed over ranks
+
+
 class PhaseRunner:
     """One strategy on this rank.
 
     Attributes:
         layout: The weight layout; equal layouts use the same buffers, filled in the same way.
         hands_over: Whether the next phase of the mini-batch continues with these weights and gradients.
+        parts: This rank's stages, one or two with `+v2`, in pipeline order.
+        replica: The last of them, which has the loss if the pipeline ends here.
+        act: The current or last act: `load`, `compute` or `return`.
     """
 
     def __init__(
@@ -117,58 +140,40 @@ class PhaseRunner:
         overlap: Overlap,  # which switches to submit to a worker
         options: EngineOptions,  # the engine's options. If the first stage is frozen, the pipeline schedule is `own`.
     ) -> None:
-        self.mesh, self._switching, self._master, self.name = mesh, switching, master, str(mesh.strategy)
-        self.layout, self.hands_over = mesh.strategy.layout, False
-        self._keeps_step, self._has_peers = mesh.strategy.keeps_step, mesh.strategy.world_size > 1
-        self._weight_places, self._gradient_places = switching.places(mesh.strategy)
-        self.weights: list[Tensor | None] = []
-        device, parts = master.compute_device, range(mesh.strategy.v)
-        # this rank's stages, one or two with `+v2`, in pipeline order
-        self.parts = [Replica(description, mesh, device, buffers, options, part) for part in parts]
-        self.replica = self.parts[-1]  # the last of them, which has the loss if the pipeline ends here
+        strategy, device = mesh.strategy, master.compute_device
+        self.mesh, self.name, self.layout = mesh, str(strategy), strategy.layout
+        self._switching, self._master = switching, master
+        self._keeps_step, self._has_peers = strategy.keeps_step, strategy.world_size > 1
+        self._places = switching.places(strategy)  # of weights, of gradients
+        self.parts = [Replica(description, mesh, device, buffers, options, part) for part in range(strategy.v)]
+        self.replica = self.parts[-1]
         # torch's schedules differentiate the first stage's output
-        trains_first = _trains_first_stage(description.vector, mesh.strategy)
-        schedule = options.pipeline_schedule if trains_first else "own"
-        self._pair_cost = options.pair_costs.get(mesh.strategy.tp, description.shape.quadratic_cost)
+        schedule = options.pipeline_schedule if _trains_first_stage(description.vector, strategy) else "own"
+        self._pair_cost = options.pair_costs.get(strategy.tp, description.shape.quadratic_cost)
         pad = description.config.get_text_config().pad_token_id
         pad = pad if isinstance(pad, int) and pad >= 0 else 0
-        cut = (runner.packs(self.replica, mesh.strategy, self._pair_cost) for runner in options.runners)
+        cut = (runner.packs(self.replica, strategy, self._pair_cost) for runner in options.runners)
         self._runner = self._packs = next((packs for packs in cut if packs is not None), PackRunner(self.replica))
         if mesh.pipeline is not None:
             self._runner = PipelineRunner(self.parts, mesh, self._packs, schedule, pad)
-        self._gradients: list[Tensor | None] = []
-        self._guards: list[WeightGuard] = []
         self._stream: UnitStream | None = None
-        if mesh.strategy.z:
+        if strategy.z:
             self._stream = UnitStream(self.replica, switching)
             self.replica.begin_pass, self.replica.end_pass = self._stream.begin_pass, self._stream.end_pass
-        if overlap.load and mesh.strategy.z != 3:
-            self._guards = [WeightGuard(part.model, part.layers, part.parameters) for part in self.parts]
-            for part, guard in zip(self.parts, self._guards, strict=True):
-                part.check_weights = guard.check
-        returns_beside = overlap.return_gradients and not mesh.strategy.z
-        parameters = [parameter for part in self.parts for parameter in part.parameters]
-        self._watch = GradientWatch(parameters) if returns_beside else None
-        self._load_job: SwitchJob | None = None
-        self._return_job: SwitchJob | None = None
-        self.act = "load"  # the current or last act: `load`, `compute` or `return`
-        self.frozen_bytes = 0  # bytes of frozen weights that the last load moved between ranks, summed over ranks
-        self._holder: Hashable = None
-        self._source = master
-        self._there: frozenset[int] = frozenset()
+        loads, returns = overlap.load and strategy.z != 3, overlap.return_gradients and not strategy.z
+        self._beside = Beside(self.parts, loads, returns) if loads or returns else None
+        self.act, self.hands_over = "load", False
+        self._held = _Held(master)
+        self.weights: list[Tensor | None] = []
+        self._gradients: list[Tensor | None] = []
 
     def run(
         self,
         phase: PhaseBatch,  # what this rank runs
         plan: PhasePlan,  # what all ranks run
-        scale: float,  # 1 / (label tokens of the mini-batch)
+        together: MiniBatchRun,
         previous: "PhaseRunner | None",  # the phase before in the mini-batch
-        *,
-        step: int,  # number of earlier mini-batches
-        since: float,  # moment from which the phase's start is counted
-        wait_for_all: Callable[[], None],  # returns when all ranks are here
-        following: "PhaseRunner | None" = None,  # the phase after
-        training: bool = True,  # whether the model is in training mode
+        following: "PhaseRunner | None",  # the phase after
         is_loaded: bool = False,  # whether `load_for_forward` has loaded the weights; graphs of packs may exist, too
     ) -> tuple[float, PhaseMeasure]:
         """Runs the complete phase: load, compute, return. Collective.
@@ -179,8 +184,8 @@ class PhaseRunner:
         device = self.replica.device
         self.hands_over = following is not None and following is not self and following.layout == self.layout
         for part in self.parts:
-            part.begin_step(step)
-            part.model.train(training)
+            part.begin_step(together.step)
+            part.model.train(together.training)
         begin = time.perf_counter()
         if previous is not None and previous.hands_over:
             load = self._take_over(previous)
@@ -193,13 +198,15 @@ class PhaseRunner:
         if device.type != "cpu":
             micro_batches = [m.to(device, non_blocking=True) for m in micro_batches]
         most_tokens = phase.bucket.most_tokens if self.mesh.strategy.pp > 1 else None
-        loss = float(self.compute(micro_batches, scale, most_tokens, not self.hands_over, plan))
+        loss = float(self.compute(micro_batches, together.scale, most_tokens, not self.hands_over, plan))
         computed, units = moment(device), self._stream.measure() if self._stream is not None else {}
         if self._has_peers:  # waiting for the busiest replica does not count as switching
-            wait_for_all()
+            together.wait_for_all()
         met = moment(device)
         returned = self._hand_over() if self.hands_over else self.return_gradients()
-        return loss, self._measure(load, returned, units, since, (begin, loaded, computed, met, moment(device)))
+        return loss, self._measure(
+            load, returned, units, together.since, (begin, loaded, computed, met, moment(device))
+        )
 
     def _measure(
         self, load: SwitchJob, returned: SwitchJob, units: dict[str, float], since: float, moments: Sequence[float]
@@ -222,9 +229,9 @@ class PhaseRunner:
         }  # fmt: skip
 
     def _take_over(self, previous: "PhaseRunner") -> SwitchJob:
-        self.act, self.frozen_bytes = "load", 0
+        self.act, self._held = "load", previous._held._replace(frozen_bytes=0)
         self.weights, self._gradients = previous.weights, previous._gradients
-        self._holder, previous._gradients = previous._holder, []
+        previous._gradients = []
         for part in self.parts:
             part.bind(self.weights, self._gradients)
         return SwitchJob(f"weights of {self.mesh.strategy}, which are there")
@@ -244,19 +251,17 @@ class PhaseRunner:
             The load: finished, or running beside the computation; `compute` then waits for weights when it needs them.
         """
         if is_loaded:
-            self.act, self.frozen_bytes = "load", 0
+            self.act, self._held = "load", self._held._replace(frozen_bytes=0)
             job = SwitchJob(f"weights of {self.mesh.strategy}, which are there")
         else:
             plan, second = self._take(previous, self._master)
-            beside = bool(self._guards)
-            job = self._switching.start(plan, self._master.weights, self.weights, second, beside=beside)
-            if beside:
-                self._load_job = job
-                for guard in self._guards:
-                    guard.arm(job, self._there)
+            beside = self._beside if self._beside is not None and self._beside.guards else None
+            job = self._switching.start(plan, self._master.weights, self.weights, second, beside=beside is not None)
+            if beside is not None:
+                beside.begin_load(job, self._held.there)
             else:
-                self._switching.arenas.last.holder = self._holder
-        self._gradients = self._switching.arenas.gradients.take(self._gradient_places)
+                self._switching.arenas.last.holder = self._held.holder
+        self._gradients = self._switching.arenas.gradients.take(self._places[1])
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.zero_()
@@ -268,8 +273,8 @@ class PhaseRunner:
         """Fills the weights from a store (by default the master store) for `compute_forward` only, without a gradient
         buffer, in training or eval mode. Collective."""
         plan, _ = self._take(None, store or self._master)
-        self._switching.start(plan, self._source.weights, self.weights)
-        self._switching.arenas.last.holder = self._holder
+        self._switching.start(plan, self._held.store.weights, self.weights)
+        self._switching.arenas.last.holder = self._held.holder
         for part in self.parts:
             part.bind(self.weights, None)
             part.model.train(training)
@@ -280,15 +285,14 @@ class PhaseRunner:
         If the buffers still hold these weights from an earlier load, the plan leaves out the frozen ones.
         """
         self.act, switching, strategy = "load", self._switching, self.mesh.strategy
-        self._source = store
         keeps = switching.arenas.keeps_last and previous is not None and 3 not in (strategy.z, previous.mesh.strategy.z)
         kept = previous if keeps else None
         known = switching.pool.has_frozen and strategy.z != 3 and store is self._master
-        self._holder = (str(self.layout), self._master.frozen_version) if known else None
-        self.weights, again = switching.arenas.take_weights(self._weight_places, self._holder)
+        holder = (str(self.layout), self._master.frozen_version) if known else None
+        self.weights, again = switching.arenas.take_weights(self._places[0], holder)
         plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
-        self.frozen_bytes = switching.frozen_bytes(plan) if switching.frozen_segments else 0
-        self._there = switching.frozen_segments if again else frozenset()
+        frozen_bytes = switching.frozen_bytes(plan) if switching.frozen_segments else 0
+        self._held = _Held(store, holder, switching.frozen_segments if again else frozenset(), frozen_bytes)
         return plan, kept.weights if kept else None
 
     def compute(
@@ -301,16 +305,17 @@ class PhaseRunner:
         plan: PhasePlan | None = None,
     ) -> Tensor:
         """Forward and backward. Returns this rank's part of the phase's loss (fp64 scalar); ranks add up to it."""
-        self._return_job = None
+        beside, watch = self._beside, None
+        if beside is not None:
+            beside.return_job, watch = None, beside.watch if is_last else None
         num_packs, keeps_step = len(micro_batches), self._keeps_step
         if keeps_step:
             micro_batches = self._in_step(micro_batches, plan)
-        watch = self._watch if is_last else None
-        if watch is not None:  # gradients leave once they are final, and after the load
+        if beside is not None and watch is not None:  # gradients leave once they are final, and after the load
             gate = SegmentGate(watch.segments, self.replica.device)
             watch.arm(gate, self._runner.num_backwards(micro_batches))
             returned = self._switching.pool.return_gradients(self.mesh.strategy)
-            self._return_job = self._switching.start(
+            beside.return_job = self._switching.start(
                 returned, self._gradients, self._master.gradients, gate=gate, beside=True
             )
         self.act = "compute"
@@ -322,14 +327,11 @@ class PhaseRunner:
             self._forget_idle(num_packs)
         if self._stream is not None:
             self._stream.end()
-        if self._load_job is not None:
-            self._load_job.result()  # a replica without micro-batches has waited for nothing yet
-            self._switching.arenas.last.holder = self._holder
-            self._load_job = None
-        for guard in self._guards:
-            guard.disarm()
-        if watch is not None:
-            watch.disarm()
+        if beside is not None:
+            if beside.load_job is not None:
+                beside.load_job.result()  # a replica without micro-batches has waited for nothing yet
+                self._switching.arenas.last.holder = self._held.holder
+            beside.disarm()
         return self._counted(loss)
 
     def compute_forward(
@@ -376,7 +378,7 @@ class PhaseRunner:
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
         passes = beats(self.mesh.strategy, pack_lengths(plan), most_tokens, is_trained, self._pair_cost)
         program = make_program(self._switching.pool.units, self.mesh.strategy, passes)
-        stream.begin(program, self.weights, self._gradients, self._source)
+        stream.begin(program, self.weights, self._gradients, self._held.store)
 
     def _in_step(self, micro_batches: Sequence[MicroBatch], plan: PhasePlan | None) -> Sequence[MicroBatch]:
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
@@ -445,7 +447,7 @@ class PhaseRunner:
             busiest_tokens=busiest,
             longest_tokens=longest,
             squared_tokens=squared,
-            frozen_bytes=self.frozen_bytes,
+            frozen_bytes=self._held.frozen_bytes,
             context="" if self.replica.context is None else self.replica.context.way,
             context_bytes=int(total["context_bytes"]),
             counted=counted,
@@ -468,14 +470,17 @@ class PhaseRunner:
 
         A return begins when the load is over, perhaps before the computation begins.
         """
-        if self._load_job is not None and not self._load_job.succeeded:
+        beside = self._beside
+        if beside is None:
+            return self.act
+        if beside.load_job is not None and not beside.load_job.succeeded:
             return "load"
-        return "return" if self._return_job is not None else self.act
+        return "return" if beside.return_job is not None else self.act
 
     def return_gradients(self) -> SwitchJob:
         """Adds the gradients to the master store and releases the storage. Returns the finished job. Collective."""
         self.act = "return"
-        job = self._return_job
+        job = self._beside.return_job if self._beside is not None else None
         if job is not None:
             job.result()
         else:
@@ -486,11 +491,8 @@ class PhaseRunner:
 
     def release(self) -> None:
         """Unbinds the storage; also after a failed phase, whose jobs must be cancelled first."""
-        self._load_job = self._return_job = None
-        for guard in self._guards:
-            guard.disarm()
-        if self._watch is not None:
-            self._watch.drop()
+        if self._beside is not None:
+            self._beside.drop()
         if self._stream is not None:
             self._stream.drop()
         for part in self.parts:

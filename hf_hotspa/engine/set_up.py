@@ -5,16 +5,17 @@ What does not fit raises one error on every rank, before any allocation. The err
 plans differ.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loss_check import check_loss
+from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.layout.shares import have_same_shards
@@ -22,11 +23,12 @@ from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.replica import Attachment, Replica
 from hf_hotspa.model.specs import ModelDescription, auxiliary_layers, describe_model
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh, nodes_of
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
-from hf_hotspa.seam import by_name
+from hf_hotspa.seam import Runner, by_name
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets
 from hf_hotspa.versions import library_facts
 
@@ -53,7 +55,7 @@ def describe(
         if options.record_auxiliary:
             description = replace(description, auxiliary_layers=auxiliary_layers(bare_model(model)[0], if_asked=True))
         check_buckets(buckets, groups.world_size, description.shape)
-        options.of_run(groups.device.type).check(buckets, description.shape)
+        options.run_options(groups.device.type).check(buckets, description.shape)
         for settings in options.features:
             settings.check_model(description, buckets, options)
         check_model(model, description, weights)
@@ -85,6 +87,39 @@ def plan_switches(
     return switching
 
 
+class RunnerMaker:
+    """Makes the runners of strategies, also for another partition; their replicas get all that was attached."""
+
+    def __init__(
+        self,
+        switching: Switching,
+        master: MasterStore,
+        buffers: Mapping[str, Tensor],  # the model's, by name in its own class
+        options: EngineOptions,
+        way: Runner | None,  # what makes them in the place of the engine's own runner
+        updates: object,
+    ) -> None:
+        self.buffers, self._way, self._updates = buffers, way, updates
+        self._shared = switching, master, buffers, options.overlap(master.compute_device), options
+        self._attached: list[Callable[[Replica], Attachment]] = []
+
+    def __call__(self, description: ModelDescription, mesh: StrategyMesh) -> PhaseRunner:
+        runner: PhaseRunner
+        if self._way is not None:
+            runner = self._way.phase_runner(description, mesh, *self._shared, updates=self._updates)
+        else:
+            runner = PhaseRunner(description, mesh, *self._shared)
+        for part in runner.parts:
+            part.attach(*(make(part) for make in self._attached))
+        return runner
+
+    def attach(self, make: Callable[[Replica], Attachment], runners: Iterable[PhaseRunner]) -> None:
+        """Attaches to the replicas of these runners and of later ones."""
+        self._attached.append(make)
+        for part in (part for runner in runners for part in runner.parts):
+            part.attach(make(part))
+
+
 # -- another partition, between two mini-batches -----------------------------------------------------------------------
 
 # If pipeline stages or tensor-parallel MLPs are divided in another way, the plans and models of the affected strategies
@@ -97,11 +132,11 @@ def with_step_times(
     description: ModelDescription,
     step_times: Iterable[tuple[int, ...]],
     usual: StageCosts | None,  # costs that divide stages without step times; None to divide by count
-    of_ranks: Iterable[int] = (),
+    rank_times: Iterable[int] = (),
 ) -> ModelDescription:
-    """Divides the model by relative step times: stages by `step_times`, tensor-parallel MLPs by `of_ranks`."""
+    """Divides the model by relative step times: stages by `step_times`, tensor-parallel MLPs by `rank_times`."""
     costs = description.vector.stage_costs.with_step_times(step_times)
-    vector = description.vector.with_measured(costs if costs.step_times else usual).with_step_times(of_ranks)
+    vector = description.vector.with_measured(costs if costs.step_times else usual).with_step_times(rank_times)
     return replace(description, vector=vector)
 
 

@@ -133,7 +133,7 @@ class EngineOptions:
         """Where the master store is, for a rank that computes on this device."""
         return torch.device("cpu") if self.offload_master else device
 
-    def of_run(self, device_type: str) -> RunOptions:
+    def run_options(self, device_type: str) -> RunOptions:
         """The options that decide which strategies can run on such devices."""
         return RunOptions(self.pipeline_schedule, self.context_parallel, device_type, self.features)
 

@@ -125,7 +125,7 @@ class SwitchedModel(DistributedDataParallel):
         )
         self._take_object(model, columns)
         self._changes = model_object.ObjectChanges(model, self.engine)
-        self._changes.show(self.engine.model_digest)
+        self._changes.show(self.engine.initial.digest)
         self._store: MasterStore | None = None
         self.report: StepReport | None = None
         self.passes: Sequence[tuple[MiniBatchPlan, StepReport]] = ()
@@ -137,13 +137,13 @@ class SwitchedModel(DistributedDataParallel):
         self._meet = Meeting(self.engine.agreement, self._place, self._was_cleared, self._drop, announced)
         self._begin_step()
         self._hook = model_object.before_steps(self)
-        if not self.engine.had_equal_weights:  # as DistributedDataParallel does
+        if not self.engine.initial.were_equal:  # as DistributedDataParallel does
             self._changes.digest = None
             self.write_back()
             self._changes.show()
 
     def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
-        self.module, self.longest = model, self.engine.longest
+        self.module, self.longest = model, max(bucket.longest for bucket in self.engine.buckets)
         # both are read in each step: avoids a search in submodules
         self.__dict__.update(module=model, _bare=bare_model(model)[0])
         head = model_object.fused_head(self._bare, self.engine.description.compute_dtype)

@@ -106,10 +106,10 @@ def trained(family, buckets, mini_batches, options, grudging):
         engine.close()
     finally:
         GradientWatch.disarm = original
-    assert has_thread == bool(engine.overlap)
+    assert has_thread == bool(engine.options.overlap(engine.device))
     assert not any(thread.name == "hotspa-switch" for thread in threading.enumerate())
     for report in reports:
-        assert report.hidden_s >= 0.0 if engine.overlap else report.hidden_s == 0.0
+        assert report.hidden_s >= 0.0 if has_thread else report.hidden_s == 0.0
         assert all(phase.compute_s >= 0.0 for phase in report.phases)
     return found, left
 

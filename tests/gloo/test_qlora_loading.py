@@ -55,7 +55,7 @@ def engines(rank, world_size, folder):
             rows = random_rows(4, given.config.vocab_size, longest=60)
             engine.forward_backward(make_mini_batch(engine, rows))
             store = {key: view.detach().clone() for key, view in engine.master.parameters.items()}
-            found.append((store, engine.full_gradients(), engine.base_digest))
+            found.append((store, engine.full_gradients(), engine.initial.base_digest))
             engine.close()
         (kept, gradients, _), (slices, others, digest) = found
         wrong += [f"{name}: {key}" for key in kept if not torch.equal(kept[key], slices[key])]

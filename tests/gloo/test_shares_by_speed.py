@@ -45,8 +45,8 @@ def division(
     found = []
     for step_times, of_ranks in (((), ()), (depth, slow), ((), ())):
         with counted() as collectives:
-            changed = engine.recut(step_times, of_ranks=of_ranks)
-        again = engine.recut(step_times, of_ranks=of_ranks)
+            changed = engine.recut(step_times, rank_times=of_ranks)
+        again = engine.recut(step_times, rank_times=of_ranks)
         errors = [worst_error(engine, mini_batch, loss, gradients)[0] for _ in range(2)]
         with exact_in_double(torch.float64), engine.evaluation() as evaluation:
             evaluated = evaluation.run(mini_batch)
@@ -125,16 +125,16 @@ def refusals(rank: int, world_size: int) -> Any:
     slow = (100, 800)
     plain = make_engine(model, "tp2:40")
     need = [plain.agreement.gather([float(plain._switching.forecast.total)]).max()]
-    plain.recut((), of_ranks=slow)
+    plain.recut((), rank_times=slow)
     need.append(plain.agreement.gather([float(plain._switching.forecast.total)]).max())
     with pytest.raises(PlanMismatchError):
-        plain.recut((), of_ranks=(300, 100) if rank else (400, 100))
+        plain.recut((), rank_times=(300, 100) if rank else (400, 100))
     plain.close()
     assert need[1] > need[0]  # of the larger share
     engine = make_engine(model, "tp2:40", memory_limit=int(need[0]))
     before = columns(engine)
     with pytest.raises(DeviceMemoryError) as error:
-        engine.recut((), of_ranks=slow)
+        engine.recut((), rank_times=slow)
     mini_batch = make_mini_batch(engine, rows)
     worst, _ = worst_error(engine, mini_batch, loss, gradients)
     assert columns(engine) == before
@@ -147,7 +147,7 @@ def dropped_losses(rows: list[dict[str, Any]]) -> list[float]:
     engine = make_engine(tiny_lora("llama_gqa_bias", torch.float64, lora_dropout=0.4), "tp2:40")
     mini_batch, losses = make_mini_batch(engine, rows), []
     for of_ranks in ((), (100, 400)):
-        engine.recut((), of_ranks=of_ranks)
+        engine.recut((), rank_times=of_ranks)
         with exact_in_double(torch.float64):
             losses += [engine.forward_backward(mini_batch, step=step).loss for step in range(2)]
     engine.close()

@@ -292,7 +292,8 @@ def test_overlap_flags_reach_the_engine(tmp_path):
     for load, return_gradients in (("auto", "auto"), ("on", "off"), ("off", "on")):
         trainer = make_trainer(tmp_path, hotspa_overlap_load=load, hotspa_overlap_return=return_gradients)
         trainer.train()
-        found.append((trainer.engine.overlap.load, trainer.engine.overlap.return_gradients))
+        overlap = trainer.engine.options.overlap(trainer.engine.device)
+        found.append((overlap.load, overlap.return_gradients))
         found.append(trainer.last_report.loss)
     assert found[::2] == [(False, False), (True, False), (False, True)]  # auto is off on CPU
     assert found[1] == found[3] == found[5]

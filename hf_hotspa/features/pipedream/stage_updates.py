@@ -121,7 +121,7 @@ class StageRunner(Runner):
         of_stages = [groups.of(range(first, first + size)) for first in range(0, strategy.world_size, size)]
         return StageUpdates(master, self._mode, of_stages[mine])
 
-    def of_phase(self, *shared: Any, updates: StageUpdates) -> PhaseRunner:
+    def phase_runner(self, *shared: Any, updates: StageUpdates) -> PhaseRunner:
         """Takes the arguments of `PhaseRunner`."""
         return PipeDreamRunner(*shared, updates=updates)
 
