@@ -359,8 +359,8 @@ MUTATIONS = [
     Mutation(
         "gradients of the mini-batch before stay",
         "hf_hotspa/engine/engine.py",
-        "            self.master.zero_gradients()\n            self._reached",
-        "            self._reached",
+        "            self.master.zero_gradients()\n        self.master.bind",
+        "            pass\n        self.master.bind",
         HOT,
     ),
     Mutation(

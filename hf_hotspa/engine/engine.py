@@ -115,6 +115,7 @@ class HotSPaEngine:
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+        self.rank, self.world_size = rank, world_size
         self.buckets, self.options = tuple(buckets), options or EngineOptions()
         options, device = self.options, device or default_device()
         check_launch(self.buckets, world_size)  # every rank sees the same two numbers, so every rank raises
@@ -131,7 +132,6 @@ class HotSPaEngine:
         home = options.master_device(device)
         self.master = MasterStore(self.description.vector, rank, world_size, home, device, by_stage)
         self.initial = InitialWeights()
-        self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # model with our frozen weights, version
         if weights is not None and self.description.adapters is not None:
             self.initial = InitialWeights(base_digest=load_below_adapter(weights, model, self.master, self.agreement))
         elif weights is not None:
@@ -139,7 +139,7 @@ class HotSPaEngine:
         else:
             self.initial = InitialWeights(*fill_from_model(model, self.master, self.agreement, self._groups.switch))
             if self.initial.were_equal:
-                self._frozen_in = weakref.ref(model), self.master.frozen_version
+                self.master.note_frozen_in(model)
         self._adopting = adopt_before_steps(self.master)
         self.updates: Updates | None = None
         if runner is not None:
@@ -153,17 +153,9 @@ class HotSPaEngine:
         self.observer: Observer | None = None
         self.stop: Stop | None = None
         self.stop_ranks: tuple[int, ...] = ()
-        self._steps, self.grad_norm, self._reached = 0, 0.0, frozenset[str]()
+        self._steps, self.grad_norm = 0, 0.0
 
     # -- set-up -------------------------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        return self._groups.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._groups.world_size
 
     @property
     def device(self) -> torch.device:
@@ -324,7 +316,6 @@ class HotSPaEngine:
         agreed = time.perf_counter()  # about the same moment on all ranks
         if not add:
             self.master.zero_gradients()
-            self._reached = frozenset()
         self.master.bind_gradients()
         loaded = (
             scored.hand_over([phase.bucket.strategy for phase in mini_batch.phases]) if scored is not None else None
@@ -397,7 +388,7 @@ class HotSPaEngine:
         stops = self.stop is not None and self.stop.requested
         updates, trained, here = self.updates, self.master.trained, set[str]()
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
-        numbers = [loss, square, agreed - begin, float(peak_memory(self.device)), float(stops)]
+        numbers = [loss, square, agreed - begin, float(peak_memory(self._groups.device)), float(stops)]
         for index, measured in zip(order, measures, strict=True):
             runner = self.phases[mini_batch.phases[index].bucket.strategy]
             for part in runner.parts:
@@ -419,8 +410,8 @@ class HotSPaEngine:
                 mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where, updates is None
             )
         if updates is None:
-            self._reached |= here
-            self.master.bind_gradients(self._reached)
+            self.master.reached |= here
+            self.master.bind_gradients(self.master.reached)
         plan, reports = mini_batch.plan, list[PhaseReport]()
         of_phases = rows[:, 5:].view(self.world_size, len(order), -1)
         for index, measured in zip(order, of_phases.unbind(1), strict=True):
@@ -490,9 +481,8 @@ class HotSPaEngine:
         """Copies the weights into a model of the same structure, one segment at a time. Collective.
 
         Skips frozen weights that the model already has: the engine was made from it, or wrote to it last."""
-        current = weakref.ref(model), self.master.frozen_version
-        write_to_model(model, self.weights(frozen=current != self._frozen_in))
-        self._frozen_in = current
+        write_to_model(model, self.weights(frozen=not self.master.is_frozen_in(model)))
+        self.master.note_frozen_in(model)
 
     def weights(self, frozen: bool = True, buffers: Buffers | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Every complete weight, or only trained ones, or other `buffers`, as `MasterStore.gather`. Collective: all

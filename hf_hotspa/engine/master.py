@@ -131,6 +131,7 @@ class MasterStore:
         pinned = device.type == "cpu" and self.compute_device.type == "cuda"
         self.layout: Layout = master_layout(vector, world_size, by_stage)
         self.frozen_version = 0  # counts changes of frozen weights, so that strategies know when their copies are old
+        self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model that has them, and the version
         # by segment, 1-D in the segment's master dtype; None if this rank owns nothing of it
         self.weights: list[Tensor | None] = []
         self.gradients: list[Tensor | None] = []  # likewise, for trained segments
@@ -145,6 +146,7 @@ class MasterStore:
         self.parameters: dict[str, nn.Parameter] = {}
         self._views: dict[str, Tensor] = {}
         self._bound: Collection[str] = ()
+        self.reached = frozenset[str]()  # the parameters with a gradient on any rank since gradients were zeroed
         owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
         # this rank's part of each parameter, by Hugging Face name
         self.shares = {spec.name: _share(spec, vector.segment_of(spec).index, owned) for spec in vector.specs}
@@ -237,8 +239,17 @@ class MasterStore:
             sizes = [of_rank[segment.index] for of_rank in self.layout.sizes]
             yield from _parts(_whole(own, sizes, dtype, self, group, to), segment.start, specs, dtype_of)
 
+    def note_frozen_in(self, model: nn.Module) -> None:
+        """Notes that a model has the frozen weights of this store."""
+        self._frozen_in = weakref.ref(model), self.frozen_version
+
+    def is_frozen_in(self, model: nn.Module) -> bool:
+        """Whether it was the last model noted, and they have not changed since."""
+        return self._frozen_in == (weakref.ref(model), self.frozen_version)
+
     def zero_gradients(self) -> None:
         """Begins a mini-batch."""
+        self.reached = frozenset()
         for gradient in self.gradients:
             if gradient is not None:
                 gradient.zero_()

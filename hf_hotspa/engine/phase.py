@@ -448,7 +448,7 @@ class PhaseRunner:
             longest_tokens=longest,
             squared_tokens=squared,
             frozen_bytes=self._held.frozen_bytes,
-            context="" if self.replica.context is None else self.replica.context.way,
+            context="" if (context := self.replica.tokens.context) is None else context.way,
             context_bytes=int(total["context_bytes"]),
             counted=counted,
             **measures,
