@@ -516,11 +516,7 @@ class HotSPaEngine:
 
 def adopt_before_steps(master: MasterStore) -> RemovableHandle:
     """Adopts the optimizers that need it (`engine.optimizer_states`) and have shares of the master store before their
-    first step, which raises the errors of `adopt`.
-
-    Returns:
-        A handle that ends it.
-    """
+    first step, which raises the errors of `adopt`. Returns a handle that ends it."""
     store, own, others = weakref.ref(master), {id(share) for share in master.parameters.values()}, set[type]()
 
     def before(optimizer: Optimizer, *_: object) -> None:

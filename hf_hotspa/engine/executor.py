@@ -676,12 +676,9 @@ class SwitchWorker:
         """Queues a switch; it starts when earlier ones are over.
 
         The switch runs after the work so far in the caller's stream. Target buffers may be used once the job reports
-        them complete. Source buffers may be changed until the gate opens, and after the job. Raises `TransferError`: an
-        earlier switch failed or was cancelled.
-
-        Args:
-            run: Runs the switch, with the job as its progress.
-            gate: When source segments may be read; by default at once.
+        them complete. Source buffers may be changed until the gate opens, and after the job. `run`: runs the switch,
+        with the job as its progress. `gate`: when source segments may be read; by default at once. Raises
+        `TransferError`: an earlier switch failed or was cancelled.
         """
 
         def reporting(job: SwitchJob) -> SwitchStats:

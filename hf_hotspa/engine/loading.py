@@ -64,11 +64,8 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 def fill_from_model(
     model: nn.Module, master: MasterStore, agreement: Agreement, group: dist.ProcessGroup | None
 ) -> tuple[str, bool]:
-    """Copies each rank's share from a model that all ranks hold; from rank 0's if they differ. Collective.
-
-    Returns:
-        `weights_digest` of this rank's model, which costs a pass over its weights; and whether all ranks had the same.
-    """
+    """Copies each rank's share from a model that all ranks hold; from rank 0's if they differ. Collective. Returns
+    `weights_digest` of this rank's model, which costs a pass over its weights; and whether all ranks had the same."""
     digest = weights_digest(model)
     tensors = whole_parameters(model)
     # compared on 52 bits, which float64 holds exactly
@@ -86,11 +83,7 @@ def fill_from_model(
 
 
 def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies weights into a model's parameters.
-
-    Raises:
-        ModelError: its parameters are on the meta device.
-    """
+    """Copies weights into a model's parameters. Raises `ModelError`: its parameters are on the meta device."""
     if not has_weights(model):
         raise ModelError("the model is on the meta device", fix="give its parameters memory (trainer.materialize())")
     targets = dict(model.named_parameters(remove_duplicate=False))
@@ -109,17 +102,9 @@ def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> N
 
 def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """Makes a folder's model without its weights: parameters on the meta device, buffers as its class computes them.
-
-    Args:
-        folder: With a `config.json` and weights.
-        config: Replaces the folder's config; sets the model's dtype.
-
-    Returns:
-        The model that `from_pretrained` makes, in the dtype of its config, or else of its weights.
-
-    Raises:
-        HotspaError: the folder has no causal language model, or one that cannot be read by slices; see `WeightFiles`.
-    """
+    `folder`: with a `config.json` and weights. `config`: replaces the folder's config; sets the model's dtype. Returns
+    the model that `from_pretrained` makes, in the dtype of its config, or else of its weights. Raises `HotspaError`:
+    the folder has no causal language model, or one that cannot be read by slices; see `WeightFiles`."""
     files = WeightFiles(folder)
     try:
         if config is None:
@@ -197,13 +182,11 @@ class _Conversion:
 
 
 class SavedModel:
-    """A model's weights in files: maps the tensors of a folder to the model's.
+    """A model's weights in files: maps the tensors of a folder to the model's. Raises `ModelError`: a weight is
+    missing, of another shape or not floating-point, or the files have an unexpected one.
 
     Args:
         model: With or without weights; records how its names were changed, for `save_pretrained`.
-
-    Raises:
-        ModelError: a weight is missing, of another shape or not floating-point, or the files have an unexpected one.
     """
 
     def __init__(self, model: PreTrainedModel, files: WeightFiles) -> None:
@@ -223,15 +206,9 @@ class SavedModel:
         }
 
     def read(self, spec: ParameterSpec, start: int, stop: int) -> Tensor:
-        """Elements `[start, stop)` of a parameter in storage order.
-
-        Returns:
-            1-D, on the CPU, in the dtype of the model. See `WeightFiles.read`.
-
-        Raises:
-            ModelError: tied names were saved with different values.
-            DamagedCheckpointError: a file cannot be read.
-        """
+        """Elements `[start, stop)` of a parameter in storage order. Returns 1-D, on the CPU, in the dtype of the model.
+        See `WeightFiles.read`. Raises `ModelError`: tied names were saved with different values. Raises
+        `DamagedCheckpointError`: a file cannot be read."""
         name, *others = [name for name in (spec.name, *spec.tied_names) if name in self._sources]
         tensor = self._source(name, spec.shard_dim, start, stop)
         for other in others:
@@ -362,15 +339,9 @@ def _tied_names(model: PreTrainedModel) -> list[set[str]]:
 
 @torch.no_grad()
 def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agreement: Agreement) -> None:
-    """Fills this rank's share of the master store, and the model's saved buffers, from a folder. Collective.
-
-    Args:
-        model: From `open_model`.
-        master: The store to fill, made from that model.
-
-    Raises:
-        HotspaError: on every rank; see `WeightFiles` and `SavedModel`.
-    """
+    """Fills this rank's share of the master store, and the model's saved buffers, from a folder. Collective. `model`:
+    from `open_model`. `master`: the store to fill, made from that model. Raises `HotspaError`: on every rank; see
+    `WeightFiles` and `SavedModel`."""
     saved = agreement.run(
         "loading weights",
         lambda: SavedModel(model, WeightFiles(folder)),
@@ -397,16 +368,8 @@ _WRAP = 1 << 64
 @torch.no_grad()
 def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agreement: Agreement) -> str:
     """Fills this rank's share of the master store: the base from a folder, the adapter from memory. Collective.
-
-    Args:
-        model: Without the weights of its base.
-
-    Returns:
-        The `frozen_digest` of the same base in memory.
-
-    Raises:
-        HotspaError: on every rank; see `WeightFiles` and `SavedModel`.
-    """
+    `model`: without the weights of its base. Returns the `frozen_digest` of the same base in memory. Raises
+    `HotspaError`: on every rank; see `WeightFiles` and `SavedModel`."""
     bare, prefix = bare_model(model)
     layers = {f"{prefix}{name}": layer for name, layer in packed_layers(bare).items()}
     given = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}

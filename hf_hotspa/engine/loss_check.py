@@ -234,14 +234,9 @@ def _unsupported(loss: Any, what: str, where: str | None, fix: str) -> Unsupport
 def check_model_loss(model: nn.Module, description: ModelDescription, loss: SequenceLoss | None = None) -> None:
     """Compares a model's loss for a few tokens with the one computed from its logits.
 
-    A model without weights cannot be called: its class and its loss must come from transformers.
-
-    Args:
-        model: Called once, without gradient; unchanged.
-        loss: Trained on its logits; by default the cross entropy, and the balance loss of routers.
-
-    Raises:
-        UnsupportedError: they differ.
+    A model without weights cannot be called: its class and its loss must come from transformers. `model`: called once,
+    without gradient; unchanged. `loss`: trained on its logits; by default the cross entropy, and the balance loss of
+    routers. Raises `UnsupportedError`: they differ.
     """
     if any(p.is_meta for p in model.parameters()):
         _check_class(model, "it has no weights to look at", loss)

@@ -155,19 +155,15 @@ class GradientWatch:
 
 
 class Beside:
-    """A phase's switches beside its computation: a load, or a return of gradients, or both.
-
-    Attributes:
-        guards: Of each stage, for loads; none if they are over before the computation begins.
-        watch: For returns; None if they begin after it.
-    """
+    """A phase's switches beside its computation: a load, or a return of gradients, or both."""
 
     def __init__(self, parts: Sequence[Replica], loads: bool, returns: bool) -> None:
+        # of each stage, for loads; none if they are over before the computation begins
         self.guards = [WeightGuard(part.model, part.layers, part.parameters) for part in parts if loads]
         for part, guard in zip(parts, self.guards, strict=False):
             part.check_weights = guard.check
         parameters = [parameter for part in parts for parameter in part.parameters]
-        self.watch = GradientWatch(parameters) if returns else None
+        self.watch = GradientWatch(parameters) if returns else None  # for returns; None if they begin after it
         self.load_job: SwitchJob | None = None
         self.return_job: SwitchJob | None = None
 

@@ -125,8 +125,6 @@ class PhaseRunner:
     Attributes:
         layout: The weight layout; equal layouts use the same buffers, filled in the same way.
         hands_over: Whether the next phase of the mini-batch continues with these weights and gradients.
-        parts: This rank's stages, one or two with `+v2`, in pipeline order.
-        replica: The last of them, which has the loss if the pipeline ends here.
         act: The current or last act: `load`, `compute` or `return`.
     """
 
@@ -145,8 +143,9 @@ class PhaseRunner:
         self._switching, self._master = switching, master
         self._keeps_step, self._has_peers = strategy.keeps_step, strategy.world_size > 1
         self._places = switching.places(strategy)  # of weights, of gradients
+        # this rank's stages, one or two with `+v2`, in pipeline order
         self.parts = [Replica(description, mesh, device, buffers, options, part) for part in range(strategy.v)]
-        self.replica = self.parts[-1]
+        self.replica = self.parts[-1]  # the last of them, which has the loss if the pipeline ends here
         # torch's schedules differentiate the first stage's output
         schedule = options.pipeline_schedule if _trains_first_stage(description.vector, strategy) else "own"
         self._pair_cost = options.pair_costs.get(strategy.tp, description.shape.quadratic_cost)
@@ -176,11 +175,8 @@ class PhaseRunner:
         following: "PhaseRunner | None",  # the phase after
         is_loaded: bool = False,  # whether `load_for_forward` has loaded the weights; graphs of packs may exist, too
     ) -> tuple[float, PhaseMeasure]:
-        """Runs the complete phase: load, compute, return. Collective.
-
-        Returns:
-            This rank's part of the loss, and its measurements.
-        """
+        """Runs the complete phase: load, compute, return. Collective. Returns this rank's part of the loss, and its
+        measurements."""
         device = self.replica.device
         self.hands_over = following is not None and following is not self and following.layout == self.layout
         for part in self.parts:
@@ -245,11 +241,8 @@ class PhaseRunner:
     def load(self, previous: "PhaseRunner | None" = None, is_loaded: bool = False) -> SwitchJob:
         """Fills this strategy's weights and clears its gradients. Collective. `previous`: the mini-batch's previous
         phase; its weights are a second source if they are kept. `is_loaded`: whether `load_for_forward` has loaded the
-        weights.
-
-        Returns:
-            The load: finished, or running beside the computation; `compute` then waits for weights when it needs them.
-        """
+        weights. Returns the load: finished, or running beside the computation; `compute` then waits for weights when it
+        needs them."""
         if is_loaded:
             self.act, self._held = "load", self._held._replace(frozen_bytes=0)
             job = SwitchJob(f"weights of {self.mesh.strategy}, which are there")
@@ -337,12 +330,9 @@ class PhaseRunner:
     def compute_forward(
         self, micro_batches: Sequence[MicroBatch], scale: float, plan: PhasePlan | None = None, most_kept: int = 0
     ) -> Tensor:
-        """Forward only, after `load_for_forward`; returns this rank's part of the loss, like `compute`.
-
-        Args:
-            most_kept: Token limit of the graphs to keep, of the first packs, for a `run` that begins with them. Ignored
-                unless `can_keep`.
-        """
+        """Forward only, after `load_for_forward`; returns this rank's part of the loss, like `compute`. `most_kept`:
+        token limit of the graphs to keep, of the first packs, for a `run` that begins with them. Ignored unless
+        `can_keep`."""
         self.act = "compute"
         if self._stream is not None and self.mesh.strategy.z == 3:
             self._begin_units(self._stream, plan, None, False)

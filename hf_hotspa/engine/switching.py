@@ -142,10 +142,8 @@ class PlanPool:
           mini-batch ended with the same strategy. So mini-batches alternately begin and end with the first and the
           second strategy, which serve the shortest sequences and are seldom missing.
 
-        Otherwise every load draws on the master store alone, and the given order stays.
-
-        Args:
-            step: Number of earlier mini-batches in the run. Nothing else decides, so a resumed run keeps the order.
+        Otherwise every load draws on the master store alone, and the given order stays. `step`: number of earlier
+        mini-batches in the run. Nothing else decides, so a resumed run keeps the order.
         """
         given = tuple(strategies)
         layouts = self._order(tuple(dict.fromkeys(self._twins[strategy] for strategy in given)), step)
@@ -273,12 +271,9 @@ class Arenas:
 
     def take_weights(self, places: Places, holder: Hashable) -> tuple[list[Tensor | None], bool]:
         """Buffers for the weights of the next strategy; with two copies the last strategy's weights stay valid.
-        `holder`: the value of `last.holder` when the same weights were loaded before; None for no reuse.
-
-        Returns:
-            As `Arena.take`; and whether the buffers still hold those weights. The arena counts as empty until its
-            holder is set again.
-        """
+        `holder`: the value of `last.holder` when the same weights were loaded before; None for no reuse. Returns as
+        `Arena.take`; and whether the buffers still hold those weights. The arena counts as empty until its holder is
+        set again."""
         arena, is_held = self._weights[0], False
         for other in self._weights if holder is not None else ():
             if other.holder == holder:

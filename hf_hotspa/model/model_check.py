@@ -33,16 +33,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def check_model(model: nn.Module, description: ModelDescription, weights: Path | None = None) -> None:
-    """Compares the model with what its class builds from its config.
-
-    Args:
-        weights: The folder to read its weights from; None if the model has them.
-
-    Raises:
-        UnsupportedError: it has hooks, returns more than logits, has no weights, or has weights although
-            they are to be read from a folder.
-        ModelError: it was changed after it was built.
-    """
+    """Compares the model with what its class builds from its config. `weights`: the folder to read its weights from;
+    None if the model has them. Raises `UnsupportedError`: it has hooks, returns more than logits, has no weights, or
+    has weights although they are to be read from a folder. Raises `ModelError`: it was changed after it was built."""
     check_hooks(model)
     _check_outputs(bare_model(model)[0].config)
     meta = [name for name, p in model.named_parameters() if p.is_meta]
@@ -94,11 +87,7 @@ Facts = dict[tuple[str, str], Any]
 
 def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | None = None) -> Facts:
     """Returns the class of each module, and its attributes that are numbers, strings, functions, plain tensors, or
-    tuples of these, except any that forwards do not read.
-
-    Args:
-        is_of_text: Selects the modules by name; all when None.
-    """
+    tuples of these, except any that forwards do not read. `is_of_text`: selects the modules by name; all when None."""
     facts: Facts = {}
     for name, module in model.named_modules():
         if is_of_text is not None and not is_of_text(name):
@@ -193,14 +182,8 @@ _SHOWN = 60
 
 
 def check_same_build(model: nn.Module, description: ModelDescription, buffers: Mapping[str, Tensor]) -> None:
-    """Checks that a described model's replicas compute, with this model's weights, what this model computes.
-
-    Args:
-        buffers: The described model's, by name in its own class.
-
-    Raises:
-        ModelError: naming what differs.
-    """
+    """Checks that a described model's replicas compute, with this model's weights, what this model computes. `buffers`:
+    the described model's, by name in its own class. Raises `ModelError`: naming what differs."""
     bare, prefix = bare_model(model)
     expected = {
         name: (spec.numel,) if spec.packed else spec.shape
@@ -238,11 +221,8 @@ def deciding_values(config: Any) -> dict[str, Any]:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Rejects hooks on modules and parameters, which replicas do not have.
-
-    Raises:
-        UnsupportedError: naming the module or parameter.
-    """
+    """Rejects hooks on modules and parameters, which replicas do not have. Raises `UnsupportedError`: naming the module
+    or parameter."""
     for name, module in model.named_modules():
         for kind in _HOOKS:
             if any(not _records_outputs(hook) for hook in (getattr(module, kind, None) or {}).values()):

@@ -31,16 +31,10 @@ _FIX = "pass what AutoModelForCausalLM.from_config or from_pretrained returns, o
 
 
 def refuse_other_models(model: nn.Module) -> None:
-    """Rejects models other than causal language models, and weights in float16.
-
-    Args:
-        model: The user's model, perhaps in PEFT's wrapper; on any device.
-
-    Raises:
-        ModelError: it is another kind of model; the message says which.
-        UnsupportedError: some of its attention is not causal, or parameters are parametrized.
-        HotspaConfigError: it was loaded in float16; the stock Trainer's steps would end in NaN.
-    """
+    """Rejects models other than causal language models, and weights in float16. `model`: the user's model, perhaps in
+    PEFT's wrapper; on any device. Raises `ModelError`: it is another kind of model; the message says which. Raises
+    `UnsupportedError`: some of its attention is not causal, or parameters are parametrized. Raises `HotspaConfigError`:
+    it was loaded in float16; the stock Trainer's steps would end in NaN."""
     bare, _ = bare_model(model)
     if not isinstance(bare, PreTrainedModel):
         raise ModelError(f"the model is a {type(bare).__name__}, not a transformers PreTrainedModel", fix=_FIX)
@@ -96,11 +90,8 @@ def _other_kind(model: PreTrainedModel) -> str | None:
 
 
 def refuse_own_attention(model: PreTrainedModel) -> None:
-    """Rejects a family that never uses the attention interface of transformers (Falcon, BLOOM, GPT-J).
-
-    Raises:
-        UnsupportedError: naming the module.
-    """
+    """Rejects a family that never uses the attention interface of transformers (Falcon, BLOOM, GPT-J). Raises
+    `UnsupportedError`: naming the module."""
     modules = _modules_of_text(model)
     if any(map(calls_attention, modules)):
         return
@@ -161,11 +152,7 @@ def other_half(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def refuse_idle_adapters(model: Any) -> None:
-    """Rejects adapters in the other half of a multimodal model.
-
-    Raises:
-        UnsupportedError: naming the first.
-    """
+    """Rejects adapters in the other half of a multimodal model. Raises `UnsupportedError`: naming the first."""
     if not isinstance(model, PreTrainedModel):
         return
     is_of_text = of_text(model)
@@ -225,15 +212,9 @@ def _refuse_quantized_modules(model: nn.Module) -> None:
 
 
 def refuse_quantized(model: nn.Module, adapted: bool) -> None:
-    """Raises an error for weights that are not plain floating-point numbers, except 4-bit bitsandbytes below an adapter.
-
-    Args:
-        model: The model without an adapter's wrapper.
-        adapted: Whether it has one.
-
-    Raises:
-        UnsupportedError: naming the method.
-    """
+    """Raises an error for weights that are not plain floating-point numbers, except 4-bit bitsandbytes below an
+    adapter. `model`: the model without an adapter's wrapper. `adapted`: whether it has one. Raises `UnsupportedError`:
+    naming the method."""
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is None and not getattr(model, "is_quantized", False):
         _refuse_quantized_modules(model)

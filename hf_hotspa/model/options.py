@@ -29,15 +29,10 @@ def default_device() -> torch.device:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which switches run beside the computation.
+    """Which switches run beside the computation."""
 
-    Args:
-        load: A phase computes as soon as the weights of its first modules have arrived.
-        return_gradients: Gradients leave while earlier layers still run backward.
-    """
-
-    load: bool = False
-    return_gradients: bool = False
+    load: bool = False  # a phase computes as soon as the weights of its first modules have arrived
+    return_gradients: bool = False  # gradients leave while earlier layers still run backward
 
     def __bool__(self) -> bool:
         return self.load or self.return_gradients

@@ -62,23 +62,14 @@ class PackedLayer(Protocol):
     def packed(
         self, spec: ParameterSpec, start: int, stop: int, read: Callable[[ParameterSpec, int, int], Tensor]
     ) -> Tensor:
-        """Packs plain weights: elements `[start, stop)` of one of the specs, in storage order.
-
-        Args:
-            spec: Named as in a model without adapters.
-            read: Returns elements of the plain weight, in the storage order of its spec.
-        """
+        """Packs plain weights: elements `[start, stop)` of one of the specs, in storage order. `spec`: named as in a
+        model without adapters. `read`: returns elements of the plain weight, in the storage order of its spec."""
 
 
 def packed_layers(model: nn.Module, compute_dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The `PackedLayer`s of the user's model, by name. From now on its evaluations leave their weights unchanged.
-
-    Args:
-        compute_dtype: The dtype of a run in 16 bits, which products then have, too, as under autocast.
-
-    Raises:
-        ModelError: a layer cannot be read.
-    """
+    `compute_dtype`: the dtype of a run in 16 bits, which products then have, too, as under autocast. Raises
+    `ModelError`: a layer cannot be read."""
     return {name: layer for hook in hooks("describe") for name, layer in hook(model, compute_dtype).packed.items()}
 
 

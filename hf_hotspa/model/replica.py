@@ -64,11 +64,8 @@ logger = logging.getLogger(__name__)
 
 
 def build_skeleton(description: ModelDescription) -> Any:
-    """Builds the complete model with meta parameters and real buffers.
-
-    Returns:
-        An instance of `description.model_class` with the packed attention, without a PEFT wrapper.
-    """
+    """Builds the complete model with meta parameters and real buffers. Returns an instance of `description.model_class`
+    with the packed attention, without a PEFT wrapper."""
     with init_empty_weights(include_buffers=False):
         with no_init_weights():  # drawing numbers without data would take most of the time
             model = description.model_class._from_config(
@@ -287,9 +284,6 @@ class LossHead:
     Attributes:
         objective: The loss of logits.
         widths: Rows of the vocabulary in each tensor-parallel shard; also on other stages.
-        logits: If a list, the logits of each micro-batch are added, [T, local vocabulary rows].
-        keeps_graphs: Whether forwards keep their graphs, in `kept`: the next forward of the same pack with a loss starts
-            behind the layers.
     """
 
     def __init__(
@@ -316,7 +310,10 @@ class LossHead:
                 why="it is called with the logits of whole sequences, and cp and +ck compute these in parts",
                 fix="leave cp and +ck out, or give a TokenLoss",
             )
+        # if a list, the logits of each micro-batch are added, [T, local vocabulary rows]
         self.logits: list[Tensor] | None = None
+        # whether forwards keep their graphs, in `kept`: the next forward of the same pack with a loss starts behind the
+        # layers
         self.keeps_graphs = False
         self.kept: dict[tuple[object, ...], KeptForward] = {}
 
@@ -390,19 +387,7 @@ def _stage_model(description: ModelDescription, layers_here: Collection[int], is
 class Replica:
     """This rank's part of the model under one strategy.
 
-    Args:
-        buffers: The model's buffers by name in its own class (such as rotary tables), copied to the device.
-        options: For the loss, and for attachments.
-        part: Which of this rank's stages it is (`+v2`), from 0; each is a separate replica.
-
     Attributes:
-        losses: On the last stage, the scaled loss of each micro-batch since the last `bind`.
-        parameters: With their slots, in vector order.
-        layers: Decoder layers, including other stages' pass-throughs.
-        check_weights: Called at the end of every forward that has a loss or leaves the stage.
-        attachments: What is attached, in order.
-        calls: Their methods, by name.
-        reached: The parameters with a gradient in this mini-batch.
         begin_pass, end_pass: Called around each forward and each backward; `end_pass` before waiting for another stage.
     """
 
@@ -411,14 +396,15 @@ class Replica:
         description: ModelDescription,
         mesh: StrategyMesh,
         device: torch.device,
+        # the model's buffers by name in its own class (such as rotary tables), copied to the device
         buffers: Mapping[str, Tensor],
-        options: EngineOptions | None = None,
-        part: int = 0,
+        options: EngineOptions | None = None,  # for the loss, and for attachments
+        part: int = 0,  # which of this rank's stages it is (`+v2`), from 0; each is a separate replica
     ) -> None:
         options, strategy = options or EngineOptions(), mesh.strategy
         self.mesh, self.device, self.compute_dtype = mesh, device, description.compute_dtype
-        self.losses: list[Tensor] = []
-        self.reached = set[Tensor]()
+        self.losses: list[Tensor] = []  # on the last stage, the scaled loss of each micro-batch since the last `bind`
+        self.reached = set[Tensor]()  # the parameters with a gradient in this mini-batch
         stage = part * strategy.pp + mesh.coord.pp
         self.is_first, self.is_last = stage == 0, stage == strategy.num_stages - 1
         shared = description.shape, options.context_parallel, options.pair_costs, device
@@ -430,14 +416,17 @@ class Replica:
         self.model = _stage_model(description, mine, self.is_first, self.is_last)
         self._base = self.model.get_submodule(description.base)
         rope = RopeByRow(self._base)
+        # decoder layers, including other stages' pass-throughs
         self.layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
         slots = rank_slots(description.vector, strategy, mesh.rank, stage)
+        # with their slots, in vector order
         self.parameters = self._own_parameters(description, slots, options.gradients)
+        # called at the end of every forward that has a loss or leaves the stage
         self.check_weights: Callable[[], None] | None = None
         self.begin_pass: Callable[[], None] | None = None
         self.end_pass: Callable[[], None] | None = None
-        self.attachments: list[object] = []
-        self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in _CALLS}
+        self.attachments: list[object] = []  # what is attached, in order
+        self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in _CALLS}  # their methods, by name
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
@@ -546,13 +535,9 @@ class Replica:
     # -- storage ------------------------------------------------------------------------------------------------------
 
     def bind(self, weights: Sequence[Tensor | None] | None, gradients: Sequence[Tensor | None] | None) -> None:
-        """Begins a phase: makes the parameters views into flat buffers.
-
-        Args:
-            weights: By segment, 1-D, of the segment's dtype, or None if not on this rank. None: they are already bound.
-            gradients: By segment, 1-D, of the accumulation dtype (`GradientDtypes`), or None if not trained. None: only
-                forwards will run.
-        """
+        """Begins a phase: makes the parameters views into flat buffers. `weights`: by segment, 1-D, of the segment's
+        dtype, or None if not on this rank. None: they are already bound. `gradients`: by segment, 1-D, of the
+        accumulation dtype (`GradientDtypes`), or None if not trained. None: only forwards will run."""
         for parameter, slot in self.parameters:
             place = slot.shape, slot.dim, slot.offset
             if weights is not None:
@@ -585,24 +570,14 @@ class Replica:
 
     def forward(
         self,
-        micro_batch: MicroBatch,
-        hidden: Tensor | None,
-        scale: float,
-        prefix: ChunkPrefix | None = None,
-        with_loss: bool = True,
+        micro_batch: MicroBatch,  # one pack, T tokens. With cp, this rank computes its row, and T below is the row's.
+        hidden: Tensor | None,  # [1, T, hidden size] from the previous stage; None on the first stage
+        scale: float,  # 1 / (label tokens of the mini-batch)
+        prefix: ChunkPrefix | None = None,  # what precedes the first sequence, if that is a part of a sequence
+        with_loss: bool = True,  # whether a last stage computes the loss
     ) -> Tensor:
-        """Runs this rank's stage on one micro-batch.
-
-        Args:
-            micro_batch: One pack, T tokens. With cp, this rank computes its row, and T below is the row's.
-            hidden: [1, T, hidden size] from the previous stage; None on the first stage.
-            scale: 1 / (label tokens of the mini-batch).
-            prefix: What precedes the first sequence, if that is a part of a sequence.
-            with_loss: Whether a last stage computes the loss.
-
-        Returns:
-            [1, T, hidden size] of the last layer here, or the scaled sum of cross entropies (fp64 scalar).
-        """
+        """Runs this rank's stage on one micro-batch. Returns [1, T, hidden size] of the last layer here, or the scaled
+        sum of cross entropies (fp64 scalar)."""
         # without gradients it may be another call of the same rows, e.g. with other labels
         may_resume = with_loss and self.head.kept and torch.is_grad_enabled()
         if may_resume and (resumed := self._resumed(micro_batch, scale)) is not None:

@@ -47,52 +47,32 @@ _MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|u
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model as the engine sees it.
+    """A model as the engine sees it."""
 
-    Args:
-        model_class: Its own class, also of replicas.
-        config: Its config, with the packed attention set.
-        base: Name of the base model inside it (``model``).
-        layers: Names, inside the base model, of the lists of decoder layers; one, except for stacks that run in cycles.
-        embeddings: Names, inside the base model, of the modules before the layers.
-        norms: Names, inside the base model, of the modules after the layers.
-        head: Name of the output embedding.
-        styles: Tensor-parallel style by module name.
-        attention_heads: Query heads and key/value heads of attention modules with cut heads, by name.
-        layer_kinds: How each decoder layer treats the sequences of a pack.
-        auxiliary_layers: Number of modules with an auxiliary loss (routers).
-        whole: Why planned blocks are still held whole, by name.
-        experts: Number of fused experts, which ep divides, by module name.
-        paddings: The modules' `padding_idx`; the config may have got its padding token later.
-        switched_off: The dropout modules that were switched off, as TRL does (`disable_dropout`).
-        compute_dtype: The dtype of activations.
-        counts_from: The padding id from which its embedding counts positions; None if from 0.
-        prefix: Of parameter names in the user's model, before the names in `model_class`.
-        adapters: Its LoRA adapter.
-        packed: Its layers whose frozen weights are held in another form, by name without the adapter.
-    """
-
-    model_class: type[PreTrainedModel]
-    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]  # its own class, also of replicas
+    config: PreTrainedConfig  # its config, with the packed attention set
     vector: ParameterVector
     shape: ModelShape
-    base: str
+    base: str  # name of the base model inside it (``model``)
+    # names, inside the base model, of the lists of decoder layers; one, except for stacks that run in cycles
     layers: tuple[str, ...]
-    embeddings: tuple[str, ...]
-    norms: tuple[str, ...]
-    head: str
-    styles: Mapping[str, str]
+    embeddings: tuple[str, ...]  # names, inside the base model, of the modules before the layers
+    norms: tuple[str, ...]  # names, inside the base model, of the modules after the layers
+    head: str  # name of the output embedding
+    styles: Mapping[str, str]  # tensor-parallel style by module name
+    # query heads and key/value heads of attention modules with cut heads, by name
     attention_heads: Mapping[str, tuple[int, int]]
-    layer_kinds: tuple[LayerKind, ...]
-    auxiliary_layers: int
-    whole: Mapping[str, str]
-    experts: Mapping[str, int]
-    paddings: Mapping[str, int | None]
-    switched_off: frozenset[str]
-    compute_dtype: torch.dtype
-    counts_from: int | None = None
-    prefix: str = ""
-    adapters: Adapters | None = None
+    layer_kinds: tuple[LayerKind, ...]  # how each decoder layer treats the sequences of a pack
+    auxiliary_layers: int  # number of modules with an auxiliary loss (routers)
+    whole: Mapping[str, str]  # why planned blocks are still held whole, by name
+    experts: Mapping[str, int]  # number of fused experts, which ep divides, by module name
+    paddings: Mapping[str, int | None]  # the modules' `padding_idx`; the config may have got its padding token later
+    switched_off: frozenset[str]  # the dropout modules that were switched off, as TRL does (`disable_dropout`)
+    compute_dtype: torch.dtype  # the dtype of activations
+    counts_from: int | None = None  # the padding id from which its embedding counts positions; None if from 0
+    prefix: str = ""  # of parameter names in the user's model, before the names in `model_class`
+    adapters: Adapters | None = None  # its LoRA adapter
+    # its layers whose frozen weights are held in another form, by name without the adapter
     packed: Mapping[str, PackedLayer] = field(default_factory=dict)
 
     def digest(self) -> str:
@@ -131,11 +111,8 @@ def vocabulary_of_logits(description: ModelDescription) -> int:
 
 
 def refuse_inexact(config: PreTrainedConfig) -> None:
-    """Rejects models that cannot train exactly in packs or across layouts.
-
-    Raises:
-        UnsupportedError: naming the setting of the config.
-    """
+    """Rejects models that cannot train exactly in packs or across layouts. Raises `UnsupportedError`: naming the
+    setting of the config."""
     name = config.get_text_config().model_type
     if name in _RANDOM_ROUTERS:
         raise UnsupportedError(
@@ -145,11 +122,8 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """Returns the name of the base model (embeddings, layers, norm) in a causal language model.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Returns the name of the base model (embeddings, layers, norm) in a causal language model. Raises `ModelError`:
+    there is none."""
     if (inner := text_base(model)) is not None:
         return inner
     embedding = model.get_input_embeddings()
@@ -257,16 +231,13 @@ def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) ->
 def describe_model(
     model: nn.Module, compute_dtype: torch.dtype | None = None, attention_dropout: bool = True
 ) -> ModelDescription:
-    """Reads everything the engine needs from a model. Does not change the model or copy tensors.
+    """Reads everything the engine needs from a model. Does not change the model or copy tensors. Raises `ModelError`:
+    its structure cannot be laid out. Raises `UnsupportedError`: its config asks for something that cannot be exact.
 
     Args:
         model: A causal language model, perhaps a `PeftModel` with a LoRA adapter around it; on any device.
         compute_dtype: The dtype of the strategies' weights and activations; the model's own when None.
         attention_dropout: Whether attention probabilities are dropped as its config says, or not at all.
-
-    Raises:
-        ModelError: its structure cannot be laid out.
-        UnsupportedError: its config asks for something that cannot be exact.
     """
     refuse_idle_adapters(bare_model(model)[0])
     bare, prefix, adapters = unwrap(model)
@@ -562,12 +533,8 @@ def chunks_unsupported_reason(family: str, layers: Sequence[nn.Module], counted:
 def ep_unsupported_reason(
     family: str, modules: Mapping[str, nn.Module], layers: tuple[str, ...], kinds: Sequence[LayerKind]
 ) -> str | None:
-    """Why the experts of a model cannot be divided over ranks, or None.
-
-    Args:
-        layers: The prefixes of layer names, one for each list of layers.
-        kinds: How each layer treats the sequences of a pack.
-    """
+    """Why the experts of a model cannot be divided over ranks, or None. `layers`: the prefixes of layer names, one for
+    each list of layers. `kinds`: how each layer treats the sequences of a pack."""
     fused = fused_experts(modules, layers)
     loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in fused), None)
     if loose is not None:

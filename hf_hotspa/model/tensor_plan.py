@@ -126,15 +126,7 @@ def _plans_layers(config: Any) -> bool:
 
 
 class TensorPlan:
-    """A model's plan.
-
-    Attributes:
-        styles: The style (of `parallel.tensor_parallel`) of every module with a wrapped forward.
-        cuts: How each parameter is cut, by name; others are held whole.
-        partial: Names of replicated parameters whose gradient on a rank is a part of the sum.
-        heads: Query heads and key/value heads of every cut attention module; for linear attention, key heads twice.
-        whole: Why a planned block is held whole, by name with `*` for layer numbers.
-    """
+    """A model's plan."""
 
     def __init__(
         self,
@@ -154,11 +146,13 @@ class TensorPlan:
         plan = (model.tp_plan or {}) | of_layers
         self._plan = {name: _OLDER_NAMES.get(style, style) for name, style in plan.items()}
         self._num_heads, self._num_kv_heads = head_counts(model.config)
+        # the style (of `parallel.tensor_parallel`) of every module with a wrapped forward
         self.styles = {embedding: VOCABULARY_EMBEDDING, head: VOCABULARY_HEAD}
-        self.cuts: dict[str, Cut] = {}
-        self.partial: set[str] = set()
+        self.cuts: dict[str, Cut] = {}  # how each parameter is cut, by name; others are held whole
+        self.partial: set[str] = set()  # names of replicated parameters whose gradient on a rank is a part of the sum
+        # query heads and key/value heads of every cut attention module; for linear attention, key heads twice
         self.heads: dict[str, tuple[int, int]] = {}
-        self.whole: dict[str, str] = {}
+        self.whole: dict[str, str] = {}  # why a planned block is held whole, by name with `*` for layer numbers
         for name in (embedding, head):
             rows = self.modules[name].weight.shape[0]
             for leaf, parameter in self.modules[name].named_parameters():
