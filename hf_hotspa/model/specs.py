@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -160,11 +161,13 @@ def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Structure:
-    """A causal language model, without an adapter's wrapper, and the names of its parts (`ModelDescription`)."""
+    """A causal language model, without an adapter's wrapper: the names of its parts (`ModelDescription`), and what is read
+    from them, each once."""
 
     model: PreTrainedModel
     prefix: str
     adapters: Adapters | None
+    compute_dtype: torch.dtype | None
     base: str
     layers: tuple[str, ...]
     embeddings: tuple[str, ...]
@@ -177,6 +180,10 @@ class _Structure:
         return self.model.get_submodule(self.base)
 
     @property
+    def text(self) -> PreTrainedConfig:
+        return self.model.config.get_text_config()
+
+    @cached_property
     def decoder_layers(self) -> dict[str, nn.Module]:
         return {
             f"{self.base}.{name}.{index}.": layer
@@ -195,8 +202,45 @@ class _Structure:
     def adapted(self, name: str) -> tuple[str, str | None]:
         return (name, None) if self.adapters is None else self.adapters.adapted(name)
 
+    @cached_property
+    def packed(self) -> dict[str, PackedLayer]:
+        packed = {
+            self.adapted(f"{name}.weight")[0].removesuffix(".weight"): layer
+            for name, layer in packed_layers(self.model, self.compute_dtype).items()
+        }
+        end = next((name for name in (self.input_embedding, self.head) if name in packed), None)
+        if end is not None:
+            raise UnsupportedError(
+                f"the weight of {end!r} is in {packed[end].form}",
+                why="embeddings and heads are cut along the vocabulary, and may be tied",
+                fix=f"leave it as it is, as transformers does: {packed[end].skip.format(name=end)}",
+            )
+        return packed
 
-def _structure(model: PreTrainedModel, prefix: str, adapters: Adapters | None) -> _Structure:
+    @cached_property
+    def plan(self) -> TensorPlan:
+        return TensorPlan(self.model, self.layer_prefixes, self.input_embedding, self.head, self.packed)
+
+    @cached_property
+    def counts_from(self) -> int | None:
+        return counting_from(self.base_model, self.text.model_type)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return layer_kinds(self.base_model, list(self.decoder_layers.values()), self.model.config)
+
+    @cached_property
+    def fused(self) -> dict[str, int]:
+        return fused_experts(self.plan.modules, self.layer_prefixes)
+
+    @cached_property
+    def vector(self) -> ParameterVector:
+        return _parameter_vector(self)
+
+
+def _structure(
+    model: PreTrainedModel, prefix: str, adapters: Adapters | None, compute_dtype: torch.dtype | None
+) -> _Structure:
     lists = _layer_lists(model)
     base = base_name(model)
     # a norm may have no parameters (OLMo) and still belongs to one stage; dropout belongs to the embeddings
@@ -209,16 +253,13 @@ def _structure(model: PreTrainedModel, prefix: str, adapters: Adapters | None) -
     tops = [name.partition(".")[0] for name in lists]
     at = children.index(tops[0])
     return _Structure(
-        model=model,
-        prefix=prefix,
-        adapters=adapters,
-        base=base,
+        model, prefix, adapters, compute_dtype, base,
         layers=lists,
         embeddings=tuple(children[:at]),
         norms=tuple(name for name in children[at + 1 :] if name not in tops),
         input_embedding=_module_name(model, model.get_input_embeddings(), "input embedding"),
         head=_module_name(model, model.get_output_embeddings(), "output embedding (language-model head)"),
-    )
+    )  # fmt: skip
 
 
 def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) -> str:
@@ -229,43 +270,33 @@ def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) ->
 
 
 def describe_model(
-    model: nn.Module, compute_dtype: torch.dtype | None = None, attention_dropout: bool = True
+    model: nn.Module,  # a causal language model, perhaps a `PeftModel` with a LoRA adapter around it; on any device
+    compute_dtype: torch.dtype | None = None,  # of the strategies' weights and activations; the model's own when None
+    # whether attention probabilities are dropped as its config says, or not at all
+    attention_dropout: bool = True,
 ) -> ModelDescription:
     """Reads everything the engine needs from a model. Does not change the model or copy tensors. Raises `ModelError`:
-    its structure cannot be laid out. Raises `UnsupportedError`: its config asks for something that cannot be exact.
-
-    Args:
-        model: A causal language model, perhaps a `PeftModel` with a LoRA adapter around it; on any device.
-        compute_dtype: The dtype of the strategies' weights and activations; the model's own when None.
-        attention_dropout: Whether attention probabilities are dropped as its config says, or not at all.
-    """
+    its structure cannot be laid out. Raises `UnsupportedError`: its config asks for something that cannot be exact."""
     refuse_idle_adapters(bare_model(model)[0])
     bare, prefix, adapters = unwrap(model)
     refuse_other_models(model)
     refuse_inexact(bare.config)
     refuse_own_attention(bare)
-    structure = _structure(bare, prefix, adapters)
+    structure = _structure(bare, prefix, adapters, compute_dtype)
     refuse_hidden_rope(bare.config, structure.base_model, [f"{name}." for name in structure.layers])
-    packed = {
-        structure.adapted(f"{name}.weight")[0].removesuffix(".weight"): layer
-        for name, layer in packed_layers(bare, compute_dtype).items()
-    }
-    _refuse_ends(packed, structure)
-    plan = TensorPlan(bare, structure.layer_prefixes, structure.input_embedding, structure.head, packed)
-    counted = counting_from(structure.base_model, bare.config.get_text_config().model_type)
-    decoder_layers = list(structure.decoder_layers.values())
-    kinds = layer_kinds(structure.base_model, decoder_layers, bare.config)
+    packed, plan, counts_from, kinds = structure.packed, structure.plan, structure.counts_from, structure.kinds
     auxiliary = auxiliary_layers(bare, if_asked=False)
-    fused = fused_experts(plan.modules, structure.layer_prefixes)
-    refuse_dropout(bare, decoder_layers, kinds, attention_dropout)
-    vector = _parameter_vector(structure, plan, fused, compute_dtype, packed)
-    shape = _shape(structure, plan, fused, counted, vector)
+    refuse_dropout(bare, list(structure.decoder_layers.values()), kinds, attention_dropout)
+    shape = _shape(structure)
     drops = attention_dropout and bool(attention_dropouts(bare.config))
+    config = copy.deepcopy(bare.config) if attention_dropout else without_attention_dropout(bare.config)
+    if auxiliary:  # replicas add the loss themselves
+        config.get_text_config().output_router_logits = False
     return ModelDescription(
         model_class=type(bare),
-        config=_config_of_replicas(bare.config, attention_dropout, auxiliary),
-        vector=vector,
-        shape=_with_unsupported_reasons(shape, structure, plan, kinds, fused, counted, drops, vector),
+        config=config,
+        vector=structure.vector,
+        shape=_with_unsupported_reasons(shape, structure, drops),
         base=structure.base,
         layers=structure.layers,
         embeddings=structure.embeddings,
@@ -276,25 +307,15 @@ def describe_model(
         layer_kinds=kinds,
         auxiliary_layers=auxiliary,
         whole=plan.whole,
-        experts=fused,
+        experts=structure.fused,
         paddings={name: m.padding_idx for name, m in bare.named_modules() if "padding_idx" in vars(m)},
         switched_off=frozenset(name for name, m in bare.named_modules() if isinstance(m, nn.Dropout) and m.p == 0),
         compute_dtype=compute_dtype or bare.dtype,
-        counts_from=counted,
+        counts_from=counts_from,
         prefix=prefix,
         adapters=adapters,
         packed=packed,
     )
-
-
-def _refuse_ends(packed: Mapping[str, PackedLayer], structure: _Structure) -> None:
-    end = next((name for name in (structure.input_embedding, structure.head) if name in packed), None)
-    if end is not None:
-        raise UnsupportedError(
-            f"the weight of {end!r} is in {packed[end].form}",
-            why="embeddings and heads are cut along the vocabulary, and may be tied",
-            fix=f"leave it as it is, as transformers does: {packed[end].skip.format(name=end)}",
-        )
 
 
 def auxiliary_layers(model: PreTrainedModel, if_asked: bool) -> int:
@@ -303,18 +324,13 @@ def auxiliary_layers(model: PreTrainedModel, if_asked: bool) -> int:
     return sum(hook(model, None).auxiliary_layers(if_asked) for hook in hooks("describe"))
 
 
-def _config_of_replicas(config: PreTrainedConfig, attention_dropout: bool, auxiliary: int) -> PreTrainedConfig:
-    config = copy.deepcopy(config) if attention_dropout else without_attention_dropout(config)
-    if auxiliary:  # replicas add the loss themselves
-        config.get_text_config().output_router_logits = False
-    return config
-
-
-def _shape(
-    structure: _Structure, plan: TensorPlan, fused: Mapping[str, int], counted: int | None, vector: ParameterVector
-) -> ModelShape:
-    model, text = structure.model, structure.model.config.get_text_config()
-    num_layers = len(vector.layer_costs)
+def _shape(structure: _Structure) -> ModelShape:
+    model, text, plan, vector = structure.model, structure.text, structure.plan, structure.vector
+    num_layers, most, counted = (
+        len(vector.layer_costs),
+        config_value(text, "max_position_embeddings"),
+        structure.counts_from,
+    )
     heads, kv_heads = head_counts(model.config)
     whole_attention, whole_mlp = _whole_shares(model, plan)
     return ModelShape(
@@ -326,11 +342,11 @@ def _shape(
         attention_size=heads * (config_value(text, "head_dim") or text.hidden_size // heads),
         vocab_size=model.get_parameter(f"{structure.input_embedding}.weight").shape[0],
         layer_parameters=sum(vector.layer_costs) // num_layers,
-        max_position_embeddings=_num_positions(text, counted),
+        max_position_embeddings=most if most is None or counted is None else most - counted - 1,
         has_tp_plan=plan.has_plan,
         has_pp_plan=bool(text.base_model_pp_plan),
-        num_experts=max(fused.values(), default=0),
-        experts_per_token=experts_per_token(text) if fused else 0,
+        num_experts=max(structure.fused.values(), default=0),
+        experts_per_token=experts_per_token(text) if structure.fused else 0,
         expert_parameters=sum(spec.numel for spec in vector.specs if spec.experts) // num_layers,
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
@@ -339,54 +355,48 @@ def _shape(
     )
 
 
-def _with_unsupported_reasons(
-    shape: ModelShape,
-    structure: _Structure,
-    plan: TensorPlan,
-    kinds: tuple[LayerKind, ...],
-    fused: Mapping[str, int],
-    counted: int | None,
-    drops: bool,
-    vector: ParameterVector,
-) -> ModelShape:
+def _with_unsupported_reasons(shape: ModelShape, structure: _Structure, drops: bool) -> ModelShape:
     """Adds why strategies are not exact; `drops`: attention probabilities are dropped."""
     model, base, layers, family = structure.model, structure.base_model, structure.layers, shape.family
-    decoder_layers = list(structure.decoder_layers.values())
+    decoder_layers, plan, kinds = list(structure.decoder_layers.values()), structure.plan, structure.kinds
     return replace(
         shape,
         pp_unsupported_reason=stage_unsupported_reason(base, layers, structure.embeddings, structure.norms),
         sp_unsupported_reason=sp_unsupported_reason(
-            plan, kinds, structure.input_embedding, structure.embedding_prefixes, set(fused)
+            plan, kinds, structure.input_embedding, structure.embedding_prefixes, set(structure.fused)
         ),
         ck_unsupported_reason=cut_unsupported_reason(family, base, kinds, layers, CHUNKS)
-        or chunks_unsupported_reason(family, decoder_layers, counted),
+        or chunks_unsupported_reason(family, decoder_layers, structure.counts_from),
         cp_unsupported_reason=cut_unsupported_reason(family, base, kinds, layers, RANKS),
         ring_unsupported_reason=ring_unsupported_reason(family, decoder_layers, drops),
         rc_unsupported_reason=None
         if model.supports_gradient_checkpointing
         else f"{type(model).__name__} cannot compute the activations of its layers again (+rc)",
-        z_unsupported_reason=order_unsupported_reason(model, structure.base, layers, vector, structure.prefix),
+        z_unsupported_reason=order_unsupported_reason(
+            model, structure.base, layers, structure.vector, structure.prefix
+        ),
         ep_unsupported_reason=ep_unsupported_reason(family, plan.modules, plan.layer_prefixes, kinds)
         or (_ADAPTED_EXPERTS if structure.adapters is not None and structure.adapters.parameters else None),
     )
 
 
-def _parameter_vector(
-    structure: _Structure,
-    plan: TensorPlan,
-    fused: Mapping[str, int],
-    compute_dtype: torch.dtype | None,
-    packed: Mapping[str, PackedLayer],
-) -> ParameterVector:
-    model = structure.model
+def _parameter_vector(structure: _Structure) -> ParameterVector:
+    model, packed, fused = structure.model, structure.packed, structure.fused
     layer_units = {prefix: unit for unit, prefix in enumerate(structure.decoder_layers)}
     specs: list[ParameterSpec] = []
     costs = [0] * len(layer_units)
-    for parameter, names in _with_all_names(model).items():
-        name, *tied = _of_head_first(names, structure.head)
+    all_names, is_of_text = dict[nn.Parameter, list[str]](), of_text(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_of_text(name):
+            all_names.setdefault(parameter, []).append(name)
+    for parameter, names in all_names.items():
+        # of a bias, the head's own name is first: the bias follows the head's shards
+        name, *tied = sorted(names, key=lambda name: name != f"{structure.head}.bias")
         _check_tied(name, tied, structure)
-        unit = _unit(name, layer_units, structure.embedding_prefixes)
-        spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, structure)
+        unit = next((unit for prefix, unit in layer_units.items() if name.startswith(prefix)), None)
+        if unit is None:
+            unit = EMBEDDING if name.startswith(tuple(structure.embedding_prefixes)) else HEAD
+        spec = _spec(name, tuple(tied), parameter, unit, structure)
         name_in_plan, role = structure.adapted(name)
         module, _, leaf = name_in_plan.rpartition(".")
         numel = parameter.numel()
@@ -400,32 +410,17 @@ def _parameter_vector(
     return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
 
 
-def _with_all_names(model: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    is_of_text = of_text(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_of_text(name):
-            names.setdefault(parameter, []).append(name)
-    return names
-
-
 def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
-    ends = {f"{structure.input_embedding}.weight", f"{structure.head}.weight"}
-    if tied and {name, *tied} != ends and not _is_head_bias(name, tied, structure.head):
+    head = structure.head
+    ends = {f"{structure.input_embedding}.weight", f"{head}.weight"}
+    # the head's bias may have other names in modules around the head (BERT)
+    is_head_bias = name == f"{head}.bias" and all(
+        f"{head}.".startswith(f"{other.removesuffix('.bias')}.") for other in tied
+    )
+    if tied and {name, *tied} != ends and not is_head_bias:
         raise ModelError(
             f"parameters {[name, *tied]} are tied; only input and output embeddings may be, and a bias of the head"
         )
-
-
-def _of_head_first(names: list[str], head: str) -> list[str]:
-    """Puts the head's own name of a bias first: the bias follows the head's shards."""
-    own = f"{head}.bias"
-    return [own, *(name for name in names if name != own)] if own in names else names
-
-
-def _is_head_bias(name: str, tied: Sequence[str], head: str) -> bool:
-    """Whether a parameter is the head's bias, with other names only in modules around the head (BERT)."""
-    return name == f"{head}.bias" and all(f"{head}.".startswith(f"{other.removesuffix('.bias')}.") for other in tied)
 
 
 def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
@@ -442,28 +437,8 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
     return attention, mlp
 
 
-def _num_positions(text: PreTrainedConfig, counted: int | None) -> int | None:
-    most = getattr(text, "max_position_embeddings", None)
-    return most if most is None or counted is None else most - counted - 1
-
-
-def _unit(name: str, layer_units: Mapping[str, int], before: list[str]) -> int:
-    unit = next((unit for prefix, unit in layer_units.items() if name.startswith(prefix)), None)
-    if unit is not None:
-        return unit
-    return EMBEDDING if any(name.startswith(prefix) for prefix in before) else HEAD
-
-
-def _spec(
-    name: str,
-    tied: tuple[str, ...],
-    parameter: nn.Parameter,
-    unit: int,
-    plan: TensorPlan,
-    compute_dtype: torch.dtype | None,
-    structure: _Structure,
-) -> ParameterSpec:
-    prefix = structure.prefix
+def _spec(name: str, tied: tuple[str, ...], parameter: nn.Parameter, unit: int, structure: _Structure) -> ParameterSpec:
+    prefix, plan = structure.prefix, structure.plan
     name_in_plan, role = structure.adapted(name)
     cut, is_partial = plan.cuts.get(name_in_plan), name_in_plan in plan.partial
     if role is not None and cut is not None:
@@ -474,7 +449,7 @@ def _spec(
     return ParameterSpec(
         name=prefix + name,
         shape=tuple(parameter.shape),
-        dtype=dtype_name(compute_dtype or parameter.dtype),
+        dtype=dtype_name(structure.compute_dtype or parameter.dtype),
         unit=unit,
         shard_dim=cut.dim if cut is not None else None,
         parts=cut.parts if cut is not None else (),
