@@ -109,7 +109,7 @@ class MiniBatchRun(NamedTuple):
     wait_for_all: Callable[[], None]  # returns when all ranks are here
 
 
-class _Held(NamedTuple):
+class _Loaded(NamedTuple):
     """What a strategy's weight buffers hold."""
 
     store: MasterStore  # where the weights are from
@@ -162,7 +162,7 @@ class PhaseRunner:
         loads, returns = overlap.load and strategy.z != 3, overlap.return_gradients and not strategy.z
         self._beside = Beside(self.parts, loads, returns) if loads or returns else None
         self.act, self.hands_over = "load", False
-        self._held = _Held(master)
+        self._loaded = _Loaded(master)
         self.weights: list[Tensor | None] = []
         self._gradients: list[Tensor | None] = []
 
@@ -225,7 +225,7 @@ class PhaseRunner:
         }  # fmt: skip
 
     def _take_over(self, previous: "PhaseRunner") -> SwitchJob:
-        self.act, self._held = "load", previous._held._replace(frozen_bytes=0)
+        self.act, self._loaded = "load", previous._loaded._replace(frozen_bytes=0)
         self.weights, self._gradients = previous.weights, previous._gradients
         previous._gradients = []
         for part in self.parts:
@@ -244,16 +244,16 @@ class PhaseRunner:
         weights. Returns the load: finished, or running beside the computation; `compute` then waits for weights when it
         needs them."""
         if is_loaded:
-            self.act, self._held = "load", self._held._replace(frozen_bytes=0)
+            self.act, self._loaded = "load", self._loaded._replace(frozen_bytes=0)
             job = SwitchJob(f"weights of {self.mesh.strategy}, which are there")
         else:
             plan, second = self._take(previous, self._master)
             beside = self._beside if self._beside is not None and self._beside.guards else None
             job = self._switching.start(plan, self._master.weights, self.weights, second, beside=beside is not None)
             if beside is not None:
-                beside.begin_load(job, self._held.there)
+                beside.begin_load(job, self._loaded.there)
             else:
-                self._switching.arenas.last.holder = self._held.holder
+                self._switching.arenas.last.holder = self._loaded.holder
         self._gradients = self._switching.arenas.gradients.take(self._places[1])
         for gradient in self._gradients:
             if gradient is not None:
@@ -266,8 +266,8 @@ class PhaseRunner:
         """Fills the weights from a store (by default the master store) for `compute_forward` only, without a gradient
         buffer, in training or eval mode. Collective."""
         plan, _ = self._take(None, store or self._master)
-        self._switching.start(plan, self._held.store.weights, self.weights)
-        self._switching.arenas.last.holder = self._held.holder
+        self._switching.start(plan, self._loaded.store.weights, self.weights)
+        self._switching.arenas.last.holder = self._loaded.holder
         for part in self.parts:
             part.bind(self.weights, None)
             part.model.train(training)
@@ -285,7 +285,7 @@ class PhaseRunner:
         self.weights, again = switching.arenas.take_weights(self._places[0], holder)
         plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
         frozen_bytes = switching.frozen_bytes(plan) if switching.frozen_segments else 0
-        self._held = _Held(store, holder, switching.frozen_segments if again else frozenset(), frozen_bytes)
+        self._loaded = _Loaded(store, holder, switching.frozen_segments if again else frozenset(), frozen_bytes)
         return plan, kept.weights if kept else None
 
     def compute(
@@ -323,7 +323,7 @@ class PhaseRunner:
         if beside is not None:
             if beside.load_job is not None:
                 beside.load_job.result()  # a replica without micro-batches has waited for nothing yet
-                self._switching.arenas.last.holder = self._held.holder
+                self._switching.arenas.last.holder = self._loaded.holder
             beside.disarm()
         return self._counted(loss)
 
@@ -368,7 +368,7 @@ class PhaseRunner:
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
         passes = beats(self.mesh.strategy, pack_lengths(plan), most_tokens, is_trained, self._pair_cost)
         program = make_program(self._switching.pool.units, self.mesh.strategy, passes)
-        stream.begin(program, self.weights, self._gradients, self._held.store)
+        stream.begin(program, self.weights, self._gradients, self._loaded.store)
 
     def _in_step(self, micro_batches: Sequence[MicroBatch], plan: PhasePlan | None) -> Sequence[MicroBatch]:
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
@@ -437,7 +437,7 @@ class PhaseRunner:
             busiest_tokens=busiest,
             longest_tokens=longest,
             squared_tokens=squared,
-            frozen_bytes=self._held.frozen_bytes,
+            frozen_bytes=self._loaded.frozen_bytes,
             context="" if (context := self.replica.tokens.context) is None else context.way,
             context_bytes=int(total["context_bytes"]),
             counted=counted,
