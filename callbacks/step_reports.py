@@ -30,7 +30,8 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
-from hf_hotspa.report import COUNTED, FIELDS, MEASURES, ModelFlops, RunFacts, StepReport
+from hf_hotspa.report import COUNTED, MEASURES, ModelFlops, RunFacts, StepReport
+from hf_hotspa.reporting.measure_table import COLUMNS, SUMMED, rows_of, strategy_columns
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_pictures
 from hf_hotspa.reporting.run_log import FILE_NAME, FOLDER_NAME, FORMAT, MOST_BYTES, RunLog, plain, read_run_log, thinned
@@ -132,20 +133,13 @@ def save_trace(path: str | os.PathLike[str], steps: Sequence[TracedStep]) -> Pat
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
 
-_HEADER = (
-    "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "load+return s", "hidden s", "MB moved", "share",
-)  # fmt: skip
 _MUCH_SWITCHING, _STEPS_TO_WARN, _MOST_KEPT = 0.4, 10, 10
 logger = logging.getLogger(__name__)
 
 
 _OF_STEP = (
-    "num_tokens", "total_s", "switch_s", "load_return_s", "hidden_s", "switch_bytes", "moved_bytes", "frozen_bytes",
+    "num_tokens", "total_s", "switch_s", "load_return_s", "hidden_s", "switch_bytes", "moved_bytes",
     "num_truncated", "num_split", "num_dropped", "num_empty",
-)  # fmt: skip
-_OF_PHASE = (  # the summed fields, by their names in `StepReport` and `PhaseReport`
-    "num_packs", "num_sequences", "num_tokens", "compute_s", "wait_s", "moved_s", "hidden_s", "moved_bytes", "unit_s",
-    "hidden_unit_s", "unit_bytes", "context_bytes", "squared_tokens", *FIELDS,
 )  # fmt: skip
 
 _Sums = defaultdict[str, Any]
@@ -153,8 +147,8 @@ _Sums = defaultdict[str, Any]
 
 class _Totals:
     """Sums over steps; few reports are kept, because a run has no bound. `of_steps`: the sums of `_OF_STEP`, and of the
-    predicted seconds of steps and of the best single strategy. `by_strategy`: for each strategy the sums of
-    `_OF_PHASE`, of predicted and measured seconds, and of the means over ranks that metrics are relative to."""
+    predicted seconds of steps and of the best single strategy. `by_strategy`: for each strategy the sums of `SUMMED`,
+    of predicted and measured seconds, and of the means over ranks that metrics are relative to."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -186,8 +180,8 @@ class _Totals:
                 self._step_times[rank] = summed + step_time, count + 1
         for phase in report.phases:
             sums = self.by_strategy[phase.strategy]
-            sums["phases"] += 1
-            for name in _OF_PHASE:
+            sums["num_phases"] += 1
+            for name in SUMMED:
                 sums[name] += getattr(phase, name)
             for measure in COUNTED:
                 if measure.over and (total := getattr(phase, measure.over)):
@@ -279,21 +273,10 @@ class SwitchOverheadCallback(TrainerCallback):
         means = {name: sums[name] for name in ("switch_s", "load_return_s", "hidden_s")} | {
             "switch_mb": sums["switch_bytes"] / 1e6,
             "load_return_mb": (sums["moved_bytes"] - sums["switch_bytes"]) / 1e6,
-            "wait_s": of_phases("wait_s"),
-            "phases": of_phases("phases"),
         }
-        if whole_run.of_steps["frozen_bytes"]:
-            means["frozen_mb"] = sums["frozen_bytes"] / 1e6
-        if whole_run.of_phases("unit_bytes"):
-            means |= {name: of_phases(name) for name in ("unit_s", "hidden_unit_s")}
-            means["unit_mb"] = of_phases("unit_bytes") / 1e6
-        if whole_run.of_phases("context_bytes"):
-            means["context_mb"] = of_phases("context_bytes") / 1e6
-        for measure in COUNTED:
-            if measure.metric and not measure.over and whole_run.of_phases(measure.name):
-                means[measure.metric] = of_phases(measure.name)
-        if measured_s := of_phases("measured_s"):
-            means["predicted_s"] = of_phases("predicted_s")
+        for column in COLUMNS:
+            if column.metric and (not column.given or whole_run.of_phases(column.given)):
+                means[column.metric] = of_phases(column.name) / (1e6 if column.unit == "bytes" else 1)
         means |= {f"{strategy}/compute_s": of_one["compute_s"] for strategy, of_one in totals.by_strategy.items()}
         metrics = {name: summed / totals.steps for name, summed in means.items()}
         metrics["switch_share"] = sums["switch_s"] / sums["total_s"]
@@ -303,7 +286,8 @@ class SwitchOverheadCallback(TrainerCallback):
         for measure in COUNTED:
             if measure.over and (mean := of_phases(f"mean {measure.over}")):
                 metrics[measure.metric] = of_phases(measure.name) / mean
-        if measured_s:
+        if measured_s := of_phases("measured_s"):
+            metrics["predicted_s"] = of_phases("predicted_s") / totals.steps
             metrics["prediction_error"] = of_phases("off_s") / measured_s
         if sums["against_single_s"]:
             metrics["predicted_gain"] = sums["single_s"] / sums["against_single_s"]
@@ -340,22 +324,10 @@ class SwitchOverheadCallback(TrainerCallback):
 
 
 def _table(title: str, by_strategy: dict[str, _Sums], seconds: float) -> str:
-    predicted = any(sums["measured_s"] for sums in by_strategy.values())
-    units = any(sums["unit_bytes"] for sums in by_strategy.values())
-    rows = [[*_HEADER, *(["predicted s"] if predicted else []), *(["units s", "MB of units"] if units else [])]]
-    for strategy, sums in by_strategy.items():
-        rows.append(
-            [
-                strategy,
-                *(str(sums[name]) for name in ("num_packs", "num_sequences", "num_tokens")),
-                *(f"{sums[name]:.3f}" for name in ("compute_s", "wait_s", "moved_s", "hidden_s")),
-                f"{sums['moved_bytes'] / 1e6:.1f}",
-                f"{sums['moved_s'] / seconds:.1%}",
-                *([f"{sums['predicted_s']:.3f}"] if predicted else []),
-                *([f"{sums['unit_s']:.3f}", f"{sums['unit_bytes'] / 1e6:.1f}"] if units else []),
-            ]
-        )
-    return text_table(title, rows)
+    for sums in by_strategy.values():
+        sums["moved_share"] = sums["moved_s"] / seconds
+    of = {strategy: sums.__getitem__ for strategy, sums in by_strategy.items()}
+    return text_table(title, rows_of(strategy_columns("log", of)))
 
 
 # -- the record of a run ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.reporting.compare import compare, compare_page, sentences, strategy_rows
+from hf_hotspa.reporting.measure_table import rows_of, strategy_columns
 from hf_hotspa.reporting.page import PAGE_NAME, SUFFIX, report_page, save_pictures
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
@@ -312,12 +314,7 @@ def _report(args: argparse.Namespace) -> None:
     target = Path(args.output) if args.output else Path(record.path).with_name(PAGE_NAME)
     write_whole(target, report_page(record))
     summary = summarize(record)
-    rows = [["strategy", "packs", "tokens", "compute s", "tokens/s", "wait s", "load+return s", "hidden s"]]
-    for s in summary.strategies:
-        times = (f"{s.wait_s:.2f}", f"{s.moved_s:.2f}", f"{s.hidden_s:.2f}")
-        rows.append(
-            [s.strategy, f"{s.num_packs}", f"{s.num_tokens}", f"{s.compute_s:.2f}", short(s.tokens_per_s), *times]
-        )
+    rows = rows_of(strategy_columns("report", {s.strategy: partial(getattr, s) for s in summary.strategies}))
     title = f"{summary.num_steps} steps, {short(summary.num_tokens)} tokens, {short(summary.tokens_per_s)} tokens/s"
     lines = [text_table(title, rows), *verdict(record), *advice(record), f"page: {target}"]
     if args.pictures:

@@ -1,13 +1,14 @@
 """Compares the losses and speeds of two runs. Pure functions of two `RunLog`s."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import StepReport
 from hf_hotspa.reporting import svg
-from hf_hotspa.reporting.page import Panel, document, plan_panel, run_panel, table
+from hf_hotspa.reporting.measure_table import COLUMNS, PLACES, rows_of
+from hf_hotspa.reporting.page import Panel, document, plan_panel, run_panel
 from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals
 from hf_hotspa.reporting.summary import summarize
 from hf_hotspa.reporting.svg import Series, short
@@ -155,16 +156,13 @@ def strategy_rows(comparison: Comparison) -> list[list[str]]:
     """Returns a table of strategies, heading first."""
     pairs = comparison.strategies
     columns = {"strategy": [pair.strategy for pair in pairs]}
-    cells: dict[str, Callable[[StrategyTotals], str]] = {
-        "tokens": lambda s: f"{s.num_tokens}",
-        "tokens/s": lambda s: short(s.tokens_per_s),
-        "load+return s": lambda s: f"{s.moved_s:.2f}",
-    }
-    for name, cell in cells.items():
-        columns[f"{name} A"] = [cell(pair.a) if pair.a else "-" for pair in pairs]
-        columns[f"{name} B"] = [cell(pair.b) if pair.b else "-" for pair in pairs]
+    for column in COLUMNS:
+        for side in ("a", "b") if "compare" in column.tables else ():
+            totals = [getattr(pair, side) for pair in pairs]
+            cells = [column.text(getattr(t, column.name), PLACES["compare"]) if t else "-" for t in totals]
+            columns[f"{column.title} {side.upper()}"] = cells
     columns["speed-up"] = [f"{pair.speed_up:.2f}x" if pair.speed_up is not None else "-" for pair in pairs]
-    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+    return rows_of(columns)
 
 
 def compare_page(a: RunLog, b: RunLog, comparison: Comparison) -> str:
@@ -183,7 +181,7 @@ def compare_page(a: RunLog, b: RunLog, comparison: Comparison) -> str:
         Panel("difference", "Loss, B - A", count, differences),
         Panel("time", "Step time", count, svg.lines("Step time", steps, seconds, " s"), legend=both),
         Panel(
-            "strategies", "Strategies", len(comparison.strategies), table(strategy_rows(comparison)), note, wide=True
+            "strategies", "Strategies", len(comparison.strategies), rows=strategy_rows(comparison), note=note, wide=True
         ),
     ]
     for make in (plan_panel, run_panel):

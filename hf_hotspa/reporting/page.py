@@ -9,64 +9,62 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, partial
 from html import escape
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hf_hotspa.report import COUNTED
 from hf_hotspa.reporting import svg
+from hf_hotspa.reporting.measure_table import rows_of, strategy_columns
 from hf_hotspa.reporting.run_log import RunLog, StepRecord, length_histogram, read_run_log
 from hf_hotspa.reporting.summary import advice, strategy_order, summarize, verdict
 from hf_hotspa.reporting.svg import WIDTH, Mark, Series, short, text_width
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.whole_file import write_whole
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 _MIB, _GIB = 1 << 20, 1 << 30
 _COLOURS = 6
 _MOST_STRIPS = 32
+_NO_STEPS = "No mini-batch was recorded."
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure."""
+    """One figure, of the parts that are not empty; `page.html` renders it."""
 
     name: str  # for links and tests, such as `loss`
     title: str
     points: int  # number of values shown
-    body: str  # HTML
+    chart: str = ""  # SVG
     note: str = ""
-    legend: tuple[tuple[str, str], ...] = ()  # (colour class, text) pairs
+    legend: Sequence[tuple[str, str]] = ()  # (colour class, text) pairs
     wide: bool = False  # whether it fills a row of the page
-
-    def html(self) -> str:
-        legend = "".join(f'<span><i class="key {style}"></i>{escape(text)}</span>' for style, text in self.legend)
-        return (
-            f'<figure class="panel{" wide" if self.wide else ""}" id="panel-{self.name}" data-points="{self.points}"><h2>{escape(self.title)}</h2>'
-            + (f'<div class="legend">{legend}</div>' if legend else "")
-            + self.body
-            + (f"<figcaption>{escape(self.note)}</figcaption>" if self.note else "")
-            + "</figure>"
-        )
+    rows: Sequence[Sequence[str]] = ()  # a table, the heading first
+    left: int = 1  # how many columns of it are flush left
+    facts: Mapping[str, object] = field(default_factory=dict)  # a list of names and values
+    empty: str = ""  # why there is nothing to show
 
 
-def _empty(name: str, title: str, why: str) -> Panel:
-    return Panel(name, title, 0, f'<p class="empty">{escape(why)}</p>')
+Drawn = tuple[str, str, Sequence[Series]]  # a chart, its note, and the series of its legend
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Returns an HTML table; the first row is the heading, `left` columns are flush left."""
+def _of_steps(name: str, title: str, draw: Callable[[RunLog], Drawn]) -> Callable[[RunLog], Panel]:
+    """Returns the function of a panel that shows every step."""
 
-    def cells(row: Sequence[str], tag: str) -> str:
-        kinds = [' class="left"'] * left + [""] * len(row)
-        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=False))
+    def panel(run: RunLog) -> Panel:
+        if not run.steps:
+            return Panel(name, title, 0, empty=_NO_STEPS)
+        chart, note, series = draw(run)
+        return Panel(name, title, len(run.steps), chart, note, _legend(series))
 
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows[1:])
-    return (
-        f'<div class="scroll"><table><thead><tr>{cells(rows[0], "th")}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    return panel
 
 
 def style_of(strategies: Sequence[str], strategy: str) -> str:
@@ -78,15 +76,16 @@ def _steps(run: RunLog) -> list[float]:
     return [float(record.step) for record in run.steps]
 
 
-def _legend(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
-    return tuple((s.style, s.name) for s in series)
+def _legend(series: Sequence[Series]) -> list[tuple[str, str]]:
+    return [(s.style, s.name) for s in series]
 
 
 def lengths_panel(run: RunLog) -> Panel:
     """The histogram of lengths with the bucket edges."""
     histogram = run.facts.lengths
     if histogram is None or not sum(histogram["sequences"]):
-        return _empty("lengths", "Sequence lengths", "The data set was a stream: its lengths were not known before.")
+        why = "The data set was a stream: its lengths were not known before."
+        return Panel("lengths", "Sequence lengths", 0, empty=why)
     return lengths_figure(histogram, [(b["strategy"], b["longest"]) for b in run.facts.buckets])
 
 
@@ -106,38 +105,30 @@ def lengths_figure(histogram: Mapping[str, Sequence[int]], buckets: Sequence[tup
     return Panel("lengths", "Sequence lengths", len(histogram["sequences"]), body, note, _legend(series))
 
 
-def time_panel(run: RunLog) -> Panel:
+def _time(run: RunLog) -> Drawn:
     """Seconds of each step: computation by strategy, switches, the rest."""
-    name, title = "time", "Step time by phase"
-    if not run.steps:
-        return _empty(name, title, "No mini-batch was recorded.")
     order = strategy_order(run)
     reports = [record.report for record in run.steps]
     series = [
         Series(s, style_of(order, s), [sum(p.compute_s for p in r.phases if p.strategy == s) for r in reports])
         for s in order
     ]
-    series = [s for s in series if any(s.values)]
-    series += [
+    rest = [max(0.0, r.total_s - r.moved_s - sum(p.compute_s for p in r.phases)) for r in reports]
+    series = [
+        *(s for s in series if any(s.values)),
         Series("load and return", "load", [r.load_return_s for r in reports]),
         Series("switching", "switch", [r.switch_s for r in reports]),
-        Series(
-            "the rest", "other", [max(0.0, r.total_s - r.moved_s - sum(p.compute_s for p in r.phases)) for r in reports]
-        ),
+        Series("the rest", "other", rest),
     ]
-    body = svg.stacked("Seconds of a step", _steps(run), series, " s")
     note = (
         "Computation of the busiest rank. Load and return: what one strategy alone would have to move, too; switching: what "
         "is moved beyond that; both as far as they are not hidden. The rest is waiting and agreeing."
     )
-    return Panel(name, title, len(reports), body, note, _legend(series))
+    return svg.stacked("Seconds of a step", _steps(run), series, " s"), note, series
 
 
-def share_panel(run: RunLog) -> Panel:
+def _share(run: RunLog) -> Drawn:
     """The share of switching in each step."""
-    name, title = "share", "Switching, share of the step"
-    if not run.steps:
-        return _empty(name, title, "No mini-batch was recorded.")
     reports = [record.report for record in run.steps]
     series = [
         Series("switching", "switch", [r.switch_share for r in reports]),
@@ -146,29 +137,54 @@ def share_panel(run: RunLog) -> Panel:
     ]
     if not any(series[2].values):
         series.pop()
-    body = svg.lines("Share of switching in the step time", _steps(run), series, "%", 100.0)
     note = (
         "The step takes that much longer by switching, and by the load and the return that one strategy alone would need, "
         "too. Hidden: ran beside computation."
     )
-    return Panel(name, title, len(reports), body, note, _legend(series))
+    return svg.lines("Share of switching in the step time", _steps(run), series, "%", 100.0), note, series
 
 
-def loss_panel(run: RunLog) -> Panel:
+def _losses(run: RunLog) -> Drawn:
     """Training loss and evaluation loss."""
-    name, title = "loss", "Loss"
-    if not run.steps:
-        return _empty(name, title, "No mini-batch was recorded.")
     by_step = {
         step: next((v for k, v in metrics.items() if k.endswith("_loss")), None) for step, metrics in run.evaluations
     }
-    steps = sorted({record.step for record in run.steps} | set(by_step))
     losses = {record.step: record.report.loss for record in run.steps}
+    steps = sorted({*losses, *by_step})
     series = [Series("training", "s0", [losses.get(step) for step in steps])]
     if any(value is not None for value in by_step.values()):
         series.append(Series("evaluation", "eval", [by_step.get(step) for step in steps]))
-    body = svg.lines("Loss", [float(s) for s in steps], series, from_zero=False)
-    return Panel(name, title, len(run.steps), body, "Mean over the label tokens of the mini-batch.", _legend(series))
+    chart = svg.lines("Loss", [float(s) for s in steps], series, from_zero=False)
+    return chart, "Mean over the label tokens of the mini-batch.", series
+
+
+def _padding(run: RunLog) -> Drawn:
+    """The waste of padding, and the unused capacity of packs."""
+    reports = [record.report for record in run.steps]
+    padded = [
+        max((p.longest_tokens for p in r.phases), default=0) * sum(p.num_sequences for p in r.phases) for r in reports
+    ]
+    capacities = [sum(p.capacity_tokens for p in r.phases) for r in reports]
+    tokens = [r.num_tokens for r in reports]
+    series = [
+        Series("in a padded batch", "s5", list(map(_waste, tokens, padded))),
+        Series("unused capacity of packs", "s2", list(map(_waste, tokens, capacities))),
+    ]
+    schedule = run.facts.settings.get("pipeline_schedule", "auto")
+    note = "Padded: every sequence as long as the longest of its mini-batch. Unused capacity costs memory, not seconds."
+    if schedule in ("1f1b", "gpipe"):
+        note += f" The schedule {schedule} also pads the packs of a replica to one length."
+    return svg.lines("Padding share", _steps(run), series, "%", 100.0), note, series
+
+
+def _waste(tokens: int, slots: int) -> float:
+    return max(0.0, 1.0 - tokens / slots) if slots else 0.0
+
+
+time_panel = _of_steps("time", "Step time by phase", _time)
+share_panel = _of_steps("share", "Switching, share of the step", _share)
+loss_panel = _of_steps("loss", "Loss", _losses)
+padding_panel = _of_steps("padding", "Padding, avoided and left", _padding)
 
 
 def _curve(
@@ -178,7 +194,7 @@ def _curve(
         values = [value(record) for record in run.steps]
         known = sum(value is not None for value in values)
         if not known:
-            return _empty(name, title, "Not recorded." if run.steps else "No mini-batch was recorded.")
+            return Panel(name, title, 0, empty="Not recorded." if run.steps else _NO_STEPS)
         return Panel(name, title, known, svg.lines(title, _steps(run), [Series(title.lower(), style, values)]), note)
 
     return panel
@@ -194,38 +210,11 @@ rate_panel = _curve(
 )  # fmt: skip
 
 
-def padding_panel(run: RunLog) -> Panel:
-    """The waste of padding, and the unused capacity of packs."""
-    name, title = "padding", "Padding, avoided and left"
-    if not run.steps:
-        return _empty(name, title, "No mini-batch was recorded.")
-    reports = [record.report for record in run.steps]
-    padded = [
-        max((p.longest_tokens for p in r.phases), default=0) * sum(p.num_sequences for p in r.phases) for r in reports
-    ]
-    capacities = [sum(p.capacity_tokens for p in r.phases) for r in reports]
-    tokens = [r.num_tokens for r in reports]
-    series = [
-        Series("in a padded batch", "s5", list(map(_waste, tokens, padded))),
-        Series("unused capacity of packs", "s2", list(map(_waste, tokens, capacities))),
-    ]
-    body = svg.lines("Padding share", _steps(run), series, "%", 100.0)
-    schedule = run.facts.settings.get("pipeline_schedule", "auto")
-    note = "Padded: every sequence as long as the longest of its mini-batch. Unused capacity costs memory, not seconds."
-    if schedule in ("1f1b", "gpipe"):
-        note += f" The schedule {schedule} also pads the packs of a replica to one length."
-    return Panel(name, title, len(reports), body, note, _legend(series))
-
-
-def _waste(tokens: int, slots: int) -> float:
-    return max(0.0, 1.0 - tokens / slots) if slots else 0.0
-
-
 def memory_panel(run: RunLog) -> Panel:
     """Peak memory of each rank, and its limit."""
     name, title = "memory", "Peak memory by rank"
     if not run.memory:
-        return _empty(name, title, "Not recorded.")
+        return Panel(name, title, 0, empty="Not recorded.")
     limit: int | None = run.facts.machine.get("memory_bytes")
     size, unit = (_GIB, " GiB") if max(*run.memory, limit or 0) >= _GIB else (_MIB, " MiB")
     names = [str(i) for i in range(len(run.memory))]
@@ -246,7 +235,7 @@ def devices_panel(run: RunLog) -> Panel:
     name, title = "devices", "Relative step time of each device"
     known = [(record.step, record.report) for record in run.steps if record.report.paces is not None]
     if not known:
-        return _empty(name, title, "Not watched: hotspa_stragglers is off, or there is one process.")
+        return Panel(name, title, 0, empty="Not watched: hotspa_stragglers is off, or there is one process.")
     size = max(len(report.paces or ()) for _, report in known)
     rows = [
         Series(f"rank {rank}", "heat", [_of_rank(report.paces, rank) for _, report in known]) for rank in range(size)
@@ -273,7 +262,7 @@ def prediction_panel(run: RunLog) -> Panel:
     known = [(step, phases) for step, phases in known if phases]
     if not known:
         why = "hotspa_strategies=auto measures the machine first, and so does hotspa_calibration=measure."
-        return _empty(name, title, f"No time model: {why}")
+        return Panel(name, title, 0, empty=f"No time model: {why}")
     series = [
         Series("measured", "s0", [sum(p.seconds for p in phases) for _, phases in known]),
         Series("predicted", "s4", [sum(p.predicted_s or 0.0 for p in phases) for _, phases in known]),
@@ -306,7 +295,7 @@ def plan_panel(run: RunLog) -> Panel:
         )
         if "verdict" in facts.plan and run.gain is None:  # records of earlier versions have no verdict
             note += f" {str(facts.plan['verdict']).capitalize()}."
-    return Panel("plan", "Buckets", len(facts.buckets), table(rows, 2), note)
+    return Panel("plan", "Buckets", len(facts.buckets), note=note, rows=rows, left=2)
 
 
 def race_panel(run: RunLog) -> Panel:
@@ -314,7 +303,7 @@ def race_panel(run: RunLog) -> Panel:
     races = [(record.step, race) for record in run.steps if (race := record.report.race) is not None]
     if not races:
         why = "No plans were raced: strategies were given, one plan is far ahead of the others, or the run is too short for it."
-        return _empty("race", "Race of plans", why)
+        return Panel("race", "Race of plans", 0, empty=why)
     rows = [
         ["after step", "kept", "second", "plans", "mini-batches", "second by kept", "interval", "cost in mini-batches"]
     ]
@@ -322,7 +311,7 @@ def race_panel(run: RunLog) -> Panel:
         ratios = [f"{race.factor:.2f}x", f"{race.low:.2f} to {race.high:.2f}"]
         counts = [f"{race.tried}", f"{race.mini_batches}", *ratios, f"{race.cost:.1f}"]
         rows.append([f"{step}", race.kept, race.second, *counts])
-    return Panel("race", "Race of plans", len(races), table(rows, 3), f"Last: {races[-1][1]}.", wide=True)
+    return Panel("race", "Race of plans", len(races), note=f"Last: {races[-1][1]}.", wide=True, rows=rows, left=3)
 
 
 def _seconds(value: object) -> str:
@@ -331,42 +320,17 @@ def _seconds(value: object) -> str:
 
 def strategies_panel(run: RunLog) -> Panel:
     """The totals of each strategy."""
-    summary = summarize(run)
-    if not summary.strategies:
-        return _empty("strategies", "Strategies", "No mini-batch was recorded.")
-    totals = summary.strategies
-    columns = {
-        "strategy": [s.strategy for s in totals],
-        "phases": [f"{s.num_phases}" for s in totals],
-        "packs": [f"{s.num_packs}" for s in totals],
-        "sequences": [f"{s.num_sequences}" for s in totals],
-        "tokens": [f"{s.num_tokens}" for s in totals],
-        "compute s": [f"{s.compute_s:.2f}" for s in totals],
-        "tokens/s": [svg.short(s.tokens_per_s) for s in totals],
-        "wait s": [f"{s.wait_s:.2f}" for s in totals],
-        "load+return s": [f"{s.moved_s:.2f}" for s in totals],
-        "GB moved": [f"{s.moved_bytes / 1e9:.3g}" for s in totals],
-    }
-    if any(s.frozen_bytes for s in totals):
-        columns["of it frozen"] = [f"{s.frozen_bytes / 1e9:.3g}" for s in totals]
-    if any(s.context_bytes for s in totals):
-        columns["GB between ranks of cp"] = [f"{s.context_bytes / 1e9:.3g}" for s in totals]
-    for measure in COUNTED:
-        if measure.title and any(s.counted.get(measure.name) for s in totals):
-            columns[measure.title] = [f"{s.counted[measure.name]}" for s in totals]
-    rows = [list(columns), *zip(*columns.values(), strict=True)]
-    return Panel("strategies", "Strategies", len(totals), table(rows), wide=True)
+    totals = {s.strategy: partial(getattr, s) for s in summarize(run).strategies}
+    if not totals:
+        return Panel("strategies", "Strategies", 0, empty=_NO_STEPS)
+    return Panel("strategies", "Strategies", len(totals), wide=True, rows=rows_of(strategy_columns("page", totals)))
 
 
 def run_panel(run: RunLog) -> Panel:
     """Model, machine, settings and versions."""
     facts = run.facts
     parts = {**facts.model, **facts.machine, "ranks": facts.world_size, **facts.settings, **facts.versions}
-    pairs = "".join(
-        f"<div><dt>{escape(str(key).replace('_', ' '))}</dt><dd>{escape(str(value))}</dd></div>"
-        for key, value in parts.items()
-    )
-    return Panel("run", "Run and versions", len(parts), f'<dl class="facts">{pairs}</dl>', wide=True)
+    return Panel("run", "Run and versions", len(parts), wide=True, facts=parts)
 
 
 def all_panels(run: RunLog) -> list[Panel]:
@@ -398,22 +362,18 @@ def document(
     facts: Mapping[str, str] | None = None,  # the texts under the title, by name
 ) -> str:
     """Returns a complete page."""
-    tile_html = "".join(f'<div class="tile"><b>{escape(n)}</b><span>{escape(what)}</span></div>' for n, what in tiles)
-    names = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in (facts or {}).items())
-    names = f'<dl class="names">{names}</dl>' if names else ""
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<title>{escape(title)}</title>
-<link rel="icon" href="data:,"/>
-<style>{asset("page.css")}{asset("chart.css")}</style></head><body><main>
-<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p>{names}
-<section class="verdict">{"".join(f"<p>{escape(s)}</p>" for s in sentences)}</section>
-<section class="tiles">{tile_html}</section>
-<section class="panels">{"".join(panel.html() for panel in panels)}</section>
-<footer>{escape(footer)}</footer></main>
-<div id="tip" hidden="hidden"></div><script>{asset("page.js")}</script></body></html>
-"""
+    return _environment().get_template("page.html").render(
+        title=title, subtitle=subtitle, sentences=sentences, tiles=tiles, panels=panels, footer=footer, facts=facts
+    ).lstrip()  # fmt: skip
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, FunctionLoader  # here, as commands that make no page import this module, too
+
+    made = Environment(loader=FunctionLoader(asset), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made.globals["asset"] = asset
+    return made
 
 
 def report_page(run: RunLog, to_be_measured: bool = False) -> str:
@@ -545,8 +505,8 @@ def picture(panel: Panel) -> str:
         legend.append(f'<text class="label" x="{x + _KEY}" y="{y}">{escape(text)}</text>')
         x += width + _MARGIN
     top = y + 4 if legend else _ROW + 8
-    height = top + int(re.findall(r'viewBox="0 0 \d+ (\d+)"', panel.body)[0])
-    chart = panel.body.partition(">")[2].removesuffix("</svg>")
+    height = top + int(re.findall(r'viewBox="0 0 \d+ (\d+)"', panel.chart)[0])
+    chart = panel.chart.partition(">")[2].removesuffix("</svg>")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{2 * WIDTH}" height="{2 * height}">'
         f'<style>{style}</style><rect width="100%" height="100%" fill="#ffffff"/>'

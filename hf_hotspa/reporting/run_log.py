@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from hf_hotspa.errors import RunLogError
-from hf_hotspa.report import COUNTED, FIELDS, RunFacts, StepReport, WithCounted
+from hf_hotspa.report import COUNTED, FIELDS, PhaseReport, RunFacts, StepReport, WithCounted
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.strategy import as_written
 from hf_hotspa.typed import Count, typed
@@ -130,6 +130,8 @@ class Sums:
     rows: dict[str, Count] = field(default_factory=dict)
 
 
+_SUMMED = tuple(f.name for f in fields(StrategyTotals)[2:-1])
+_COUNTED = tuple(measure.name for measure in COUNTED if measure.title)
 ROW_CHANGES = ("truncated", "split", "dropped", "empty")  # changes of rows; `num_truncated` and so on in `StepReport`
 
 
@@ -148,36 +150,29 @@ class StepRecord:
 
 def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
     """Sums over steps, the steps left out before them, and `earlier` sums."""
-    first = earlier or Sums()
-    num_steps, seconds, wall_s, switch_s = first.num_steps, first.seconds, first.wall_s, first.switch_s
-    rows = dict(first.rows)
-    totals: dict[str, list[Any]] = {}
-    own = [f.name for f in fields(StrategyTotals)[2:-1]]
-    names = [*own, *(measure.name for measure in COUNTED if measure.title)]
-
-    def add(strategy: str, count: int, source: Any) -> None:
-        so_far = totals.setdefault(strategy, [0] * (len(names) + 1))
-        totals[strategy] = [a + b for a, b in zip(so_far, (count, *(getattr(source, n) for n in names)), strict=True)]
-
-    for known in first.strategies:
-        add(known.strategy, known.num_phases, known)
+    parts = [earlier or Sums()]
     for record in records:
-        report, before = record.report, record.before or Sums()
-        num_steps += 1 + before.num_steps
-        seconds += report.total_s + before.seconds
-        wall_s += record.wall_s + before.wall_s
-        switch_s += report.switch_s + before.switch_s
-        for change in ROW_CHANGES:
-            if count := getattr(report, f"num_{change}") + before.rows.get(change, 0):
-                rows[change] = rows.get(change, 0) + count
-        for known in before.strategies:
-            add(known.strategy, known.num_phases, known)
-        for phase in report.phases:
-            add(phase.strategy, 1, phase)
-    for values in totals.values():
-        values[len(own) + 1 :] = [dict(zip(names[len(own) :], values[len(own) + 1 :], strict=True))]
-    strategies = tuple(StrategyTotals(name, *values) for name, values in totals.items())
-    return Sums(num_steps, seconds, wall_s, switch_s, strategies, rows)
+        report = record.report
+        parts += [record.before] if record.before is not None else []
+        rows = {change: getattr(report, f"num_{change}") for change in ROW_CHANGES}
+        phases = tuple(_totals(phase.strategy, 1, [phase]) for phase in report.phases)
+        parts.append(Sums(1, report.total_s, record.wall_s, report.switch_s, phases, rows))
+    of_strategies = dict[str, list[StrategyTotals]]()
+    for part in parts:
+        for totals in part.strategies:
+            of_strategies.setdefault(totals.strategy, []).append(totals)
+    return Sums(
+        *(sum(getattr(part, name) for part in parts) for name in ("num_steps", "seconds", "wall_s", "switch_s")),
+        tuple(_totals(name, sum(t.num_phases for t in all_of), all_of) for name, all_of in of_strategies.items()),
+        {change: n for change in ROW_CHANGES if (n := sum(part.rows.get(change, 0) for part in parts))},
+    )
+
+
+def _totals(strategy: str, num_phases: int, parts: Sequence[PhaseReport | StrategyTotals]) -> StrategyTotals:
+    """Adds up phases, or totals, of one strategy."""
+    sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+    counted = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
+    return StrategyTotals(strategy, num_phases, **sums, counted=counted)
 
 
 @dataclass

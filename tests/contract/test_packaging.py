@@ -144,7 +144,7 @@ def test_the_wheel_holds_every_module_once(wheel: Path) -> None:
     }
     assert {name for name in names if name.endswith(".py")} == expected
     data = ["hf_hotspa/py.typed", "hf_hotspa/costs/families.json"]
-    data += ["hf_hotspa/reporting/chart.css", "hf_hotspa/reporting/page.css", "hf_hotspa/reporting/page.js"]
+    data += [f"hf_hotspa/reporting/{name}" for name in ("chart.css", "page.css", "page.html", "page.js")]
     data += [f"hf_hotspa/costs/models/llama2-{size}.json" for size in ("7b", "13b", "32b")]
     assert set(data) <= set(names)
     [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
