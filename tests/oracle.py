@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-_WITH_DTYPE = (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.sum, torch.zeros_like)
+_WITH_DTYPE = (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.sum, torch.Tensor.sum, torch.zeros_like)
 _PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__)
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _CASTS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type)

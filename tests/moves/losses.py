@@ -10,7 +10,7 @@ from tests.families import tiny_config
 from tests.moves import Kit, Move, Seen, padded
 
 
-def _log_probs(logits: Any, labels: Any) -> tuple[Any, Any]:
+def log_probs(logits: Any, labels: Any) -> tuple[Any, Any]:
     """Log-probabilities of the counted labels, [labels that count], and the mask of their positions; shifted, as a user writes it."""
     log_p = functional.log_softmax(logits[:, :-1].float(), -1)
     targets = labels[:, 1:]
@@ -18,8 +18,8 @@ def _log_probs(logits: Any, labels: Any) -> tuple[Any, Any]:
     return log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0][counts], counts
 
 
-def _focal(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    log_p, _ = _log_probs(outputs.logits, labels)
+def focal(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    log_p, _ = log_probs(outputs.logits, labels)
     return -((1 - log_p.exp()) ** 2 * log_p).sum() / num_items_in_batch
 
 
@@ -28,7 +28,7 @@ def _focal_of_tokens(tokens: Any) -> Any:
 
 
 def _dft(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    log_p, _ = _log_probs(outputs.logits, labels)
+    log_p, _ = log_probs(outputs.logits, labels)
     return -(log_p.detach().exp() * log_p).sum() / num_items_in_batch
 
 
@@ -96,7 +96,7 @@ def _weighted_class(kit: Kit) -> Any:
         ) -> Any:
             weights = inputs.pop("weights")
             outputs = model(**inputs)
-            log_p, counts = _log_probs(outputs.logits, inputs["labels"])
+            log_p, counts = log_probs(outputs.logits, inputs["labels"])
             loss = -(weights[:, 1:][counts] * log_p).sum() / num_items_in_batch * self.accelerator.num_processes
             return (loss, outputs) if return_outputs else loss
 
@@ -119,7 +119,7 @@ def _override(kit: Kit) -> Seen:
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
             outputs = model(**inputs)
-            loss = _focal(outputs, inputs["labels"], num_items_in_batch) * self.accelerator.num_processes
+            loss = focal(outputs, inputs["labels"], num_items_in_batch) * self.accelerator.num_processes
             return (loss, outputs) if return_outputs else loss
 
     return _evaluated(kit, Focal)
@@ -174,7 +174,7 @@ def _mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 
 
 def _contrast(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    log_p, counts = _log_probs(outputs.logits, labels)
+    log_p, counts = log_probs(outputs.logits, labels)
     of_row = torch.zeros(len(labels)).index_add(0, counts.nonzero()[:, 0], log_p)
     return (-log_p.sum() + (of_row[:, None] - of_row).square().sum()) / num_items_in_batch
 
@@ -183,7 +183,7 @@ def _function_of_the_model(kit: Kit) -> Seen:
     model = kit.model()
 
     def focal(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        log_p, counts = _log_probs(logits, labels)
+        log_p, counts = log_probs(logits, labels)
         return -((1 - log_p.exp()) ** 2 * log_p).sum() / (
             counts.sum() if num_items_in_batch is None else num_items_in_batch
         )
@@ -240,7 +240,7 @@ def _neighbours(kit: Kit) -> Seen:
 
 
 def _split(kit: Kit) -> Seen:
-    return kit.train(kit.trainer(args=kit.arguments(hotspa_overlong="split"), compute_loss_func=_focal))
+    return kit.train(kit.trainer(args=kit.arguments(hotspa_overlong="split"), compute_loss_func=focal))
 
 
 def _smoothed_hook(kit: Kit) -> Seen:
@@ -248,11 +248,11 @@ def _smoothed_hook(kit: Kit) -> Seen:
 
 
 MOVES: tuple[Move, ...] = (
-    Move("focal loss as `compute_loss_func`", _function(_focal)),
-    Move("focal loss, token by token", _by_token(_focal, _focal_of_tokens), ours="`token_loss=f`, on any slice of a pack"),
+    Move("focal loss as `compute_loss_func`", _function(focal)),
+    Move("focal loss, token by token", _by_token(focal, _focal_of_tokens), ours="`token_loss=f`, on any slice of a pack"),
     Move('TRL\'s `loss_type="dft"`', _by_token(_dft, _dft_of_tokens), ours="three lines as a `token_loss`"),
     Move("token weights in a column", _weights_of_tokens, ours="`token_loss` with `loss_columns=[\"weights\"]`"),
-    Move("`compute_loss_func` beside `label_smoothing_factor`, which it replaces", _function(_focal, label_smoothing_factor=0.1)),
+    Move("`compute_loss_func` beside `label_smoothing_factor`, which it replaces", _function(focal, label_smoothing_factor=0.1)),
     Move("a `compute_loss` override", _override),
     Move("a `compute_loss` override that scales `super().compute_loss`", _scaled_super),
     Move("a `compute_loss` override that reads a column", _column_of_an_override, ours="without a custom collator it is named in `loss_columns`"),
