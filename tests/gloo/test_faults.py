@@ -38,7 +38,6 @@ Other faults and bad inputs, and the tests that hold them:
 import functools
 import json
 import os
-import random
 import resource
 import signal
 import time
@@ -277,13 +276,6 @@ def test_a_fault_on_one_rank(kind, phase, victim, reference):
 @pytest.mark.parametrize(("kind", "phase", "victim"), sorted(set(EVERYTHING) - set(CORNERS)))
 def test_every_fault_in_every_phase(kind, phase, victim, reference):
     check_fault(kind, phase, victim, reference)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
-def test_random_faults(seed, reference):
-    rng = random.Random(seed)
-    check_fault(rng.choice(KINDS), rng.choice(PHASES), rng.randrange(WORLD), reference)
 
 
 # ------------------------------------------------------------------------------------------------ no memory
