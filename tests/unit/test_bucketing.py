@@ -1,13 +1,11 @@
 """From rows to a plan: policies, buckets, label counts, and that nothing is trained twice or lost."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.packing.bucketing import (
-    OVERLONG_POLICIES,
     check_lengths,
     cut_rows,
     plan_mini_batch,
@@ -24,14 +22,6 @@ def table_of(*lengths):
 
 def slices(sequences):
     return [(s.row, s.start, s.stop, s.num_labels) for s in sequences]
-
-
-def test_rows_that_fit_are_left_alone_under_every_policy():
-    table = table_of(1, 5, 50)
-    for policy in OVERLONG_POLICIES:
-        sequences, counts = cut_rows([2, 0, 1], table, 50, policy)
-        assert slices(sequences) == [(2, 0, 50, 49), (0, 0, 1, 0), (1, 0, 5, 4)]
-        assert counts == {"num_rows": 3, "num_truncated": 0, "num_split": 0, "num_dropped": 0, "num_empty": 0}
 
 
 def test_error_names_row_length_limit_and_fix():
@@ -83,29 +73,6 @@ def test_edges_of_buckets_belong_to_the_shorter_one():
     for buckets, expected in ((BUCKETS, [[1, 8], [9, 20], [21, 50]]), (BUCKETS[::-1], [[21, 50], [9, 20], [1, 8]])):
         plan = plan_mini_batch(range(6), table, buckets)
         assert [sorted(s.num_tokens for s in phase.sequences()) for phase in plan.phases] == expected
-
-
-def test_phases_follow_the_buckets_given_and_empty_ones_are_left_out():
-    table = table_of(5, 40, 6)
-    plan = plan_mini_batch([0, 1, 2], table, BUCKETS)
-    assert [p.bucket for p in plan.phases] == [BUCKETS[0], BUCKETS[2]]
-    turned = plan_mini_batch([0, 1, 2], table, BUCKETS[::-1])
-    assert [p.bucket for p in turned.phases] == [BUCKETS[2], BUCKETS[0]]
-    assert len(plan.phases[0].replicas) == 4
-    assert [len(packs) for packs in plan.phases[0].replicas] == [1, 1, 0, 0]
-
-
-def test_labels_of_slices_come_from_the_mask():
-    # Row 0 trains on everything, row 1 on the tokens 6..9 only.
-    mask = np.zeros(12, np.uint8)
-    mask[6:10] = 1
-    table = SequenceTable(np.array([12, 12]), np.array([11, 4]), np.array([-1, 0]), np.packbits(mask))
-    plan = plan_mini_batch([0, 1], table, parse_buckets("dp1:5"), policy="split")
-    counts = sorted((s.row, s.start, s.num_labels) for s in plan.sequences())
-    # The label of token 5 (row 0) and of nothing in row 1 is lost at a cut: token 5 is the first of its piece.
-    assert counts == [(0, 0, 4), (0, 5, 4), (0, 10, 1), (1, 0, 0), (1, 5, 4), (1, 10, 0)]
-    assert plan.num_labels == 13
-    assert plan_mini_batch([1], table, parse_buckets("dp1:8"), policy="truncate").num_labels == 2
 
 
 @given(

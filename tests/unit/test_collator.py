@@ -3,7 +3,6 @@
 import pickle
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,16 +47,6 @@ def test_the_tensors_of_a_pack():
     assert batch.cu_seqlens.dtype == torch.int32
 
 
-def test_pieces_of_a_split_row_carry_their_own_labels():
-    rows = [{"input_ids": list(range(9)), "labels": [-100, 1, 2, -100, 4, 5, 6, 7, 8]}]
-    mini_batch = collate(rows, buckets=parse_buckets("dp1:4@16"), policy="split")
-    (batch,) = mini_batch.phases[0].micro_batches
-    assert batch.input_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0]]
-    assert batch.labels.tolist() == [[1, 2, -100, -100, 5, 6, 7, -100, -100]]
-    assert batch.num_labels == mini_batch.num_labels == 5
-
-
 @given(
     st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=60), min_size=1, max_size=25),
     st.sampled_from(["truncate", "split", "drop"]),
@@ -99,19 +88,6 @@ def test_the_ranks_together_train_every_planned_token_once(token_lists, policy, 
                 num_labels += batch.num_labels
     assert sorted(seen) == sorted(expected)
     assert num_labels == plan.num_labels
-
-
-def test_a_replica_without_packs_still_has_every_phase():
-    rows = [{"input_ids": [1, 2]}, {"input_ids": list(range(30))}]
-    counts = [[len(phase.micro_batches) for phase in collate(rows, rank).phases] for rank in range(4)]
-    assert counts == [[1, 1], [0, 1], [0, 1], [0, 1]]
-
-
-@pytest.mark.parametrize("make", [list, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
-def test_rows_may_be_lists_arrays_or_tensors(make):
-    rows = [{"input_ids": make([1, 2, 3]), "labels": make([-100, 2, 3])}]
-    (batch,) = collate(rows).phases[0].micro_batches
-    assert batch.labels.tolist() == [[2, 3, -100]]
 
 
 def test_padding_is_a_sequence_of_its_own():

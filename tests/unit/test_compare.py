@@ -187,10 +187,6 @@ def test_phases_with_context_parallelism_say_how_ranks_attended():
     assert shown == {SHORT: None, LONG: "ring"}
 
 
-def test_an_empty_trace():
-    assert trace_events([])["traceEvents"] == []
-
-
 SVG = "{http://www.w3.org/2000/svg}"
 
 # -- terminals and pictures -------------------------------------------------------------------------------------------

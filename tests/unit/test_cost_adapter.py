@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from hf_hotspa.cli import main
-from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.model_config import load_model, model_from
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.costs.switch_time import estimate
-from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.model.specs import describe_model
@@ -57,23 +54,6 @@ def test_an_adapter_counts_as_in_the_trainer(family: str, lora: str, config: dic
         MemoryModel(sizes, 1, MemoryOptions()).breakdown(Strategy(1, 1, 1), 64).total for sizes in (found, exact)
     )
     assert of_config == pytest.approx(of_model, rel=BIASES)
-
-
-def test_fused_projections_count_as_their_parts(tmp_path: Path) -> None:
-    found, exact = both("phi3_fused", tmp_path, "3", r=3)
-    assert exact.num_trained < found.num_trained < 1.5 * exact.num_trained
-
-
-def test_what_is_frozen_costs_less() -> None:
-    model, hardware = load_model("llama2-7b"), load_hardware("a800-80g")
-    whole = ModelSizes(model.shape)
-    adapted = ModelSizes(model.shape, added=Adapter.read("16", model.linears))
-    strategy = Strategy(4, 2, 1)
-    times = [TimeModel.analytic(sizes, hardware).phase_seconds(strategy, [[[4096]]]) for sizes in (adapted, whole)]
-    assert 0.6 < times[0] / times[1] < 0.85  # no gradients of the frozen weights: two products of three
-    cluster = hardware.cluster(8)
-    moved = [estimate([strategy], sizes, cluster)[strategy] for sizes in (adapted, whole)]
-    assert moved[0] / moved[1] == pytest.approx(2 / (2 + 4), rel=0.05)  # weights in bf16, no gradients in fp32
 
 
 @pytest.mark.parametrize(

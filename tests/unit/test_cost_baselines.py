@@ -105,11 +105,6 @@ def test_seconds_that_transfers_take() -> None:
     assert nodes.seconds(1, False, packs) == pytest.approx(4 * one, rel=1e-3)
 
 
-def test_ranks_that_share_cores() -> None:
-    packs = [[[1000]] for _ in range(8)]
-    assert runs(b=1e-2, slots=2).seconds(3, False, packs) == pytest.approx(10 * 4)
-
-
 def test_the_largest_pack_and_the_best_run() -> None:
     found = runs()
     limit = 79 << 30

@@ -206,26 +206,6 @@ def _chunks(strategy: Strategy, pack: int) -> list[int]:
     return [b - a for chain in cut_for(strategy, [pack], 0.0) for a, b in chain] if strategy.ck else [pack]
 
 
-def test_several_stages_on_a_rank_hold_the_same_weights_and_more_activations() -> None:
-    model = MemoryModel(SIZES_7B, 8)
-    for pp in (2, 4):
-        once, twice = (model.breakdown(Strategy(8 // pp, 1, pp, v=v), 4096) for v in (1, 2))
-        assert twice.weights == pytest.approx(once.weights, rel=0.1)
-        assert 1 < twice.activations / once.activations <= 1 + (pp - 1) / (2 * pp) + 0.15
-
-
-def test_gpipe_holds_as_much_on_every_stage() -> None:
-    plain, gpipe = (MemoryModel(SIZES_7B, 8, MemoryOptions(schedule=schedule)) for schedule in ("auto", "gpipe"))
-    strategy, tokens = Strategy(2, 1, 4), 4096
-    ours, theirs = (model.stages(Bucket(strategy, 0, tokens)) for model in (plain, gpipe))
-    assert [found.held_tokens for found in ours] == [4 * tokens, 3 * tokens, 2 * tokens, tokens]
-    assert [found.held_tokens for found in theirs] == [4 * tokens] * 4
-    assert theirs[1].activations > ours[0].activations
-    # on the last stage, three packs whose losses are known wait for their backward passes
-    assert theirs[3].logits - ours[3].logits > 3 * tokens * 2 * LLAMA_7B.hidden_size
-    assert gpipe.largest_pack(strategy, 60 * GIB) < plain.largest_pack(strategy, 60 * GIB)
-
-
 def test_an_estimate_counts_the_schedule_that_will_run(capsys: pytest.CaptureFixture[str]) -> None:
     found = {}
     for schedule in SCHEDULES:
@@ -237,13 +217,6 @@ def test_an_estimate_counts_the_schedule_that_will_run(capsys: pytest.CaptureFix
     assert total["auto"] == total["own"] < total["1f1b"] < total["gpipe"]
     setup = Setup.read("llama2-7b", "1x8", "h100-80g", schedule="gpipe")
     assert setup.memory.options.schedule == setup.cost.time.schedule == "gpipe"
-
-
-def test_recomputation_holds_longer_packs() -> None:
-    model = MemoryModel(SIZES_7B, 8)
-    for strategy in (Strategy(1, 8, 1), Strategy(1, 2, 4)):
-        again = model.largest_pack(strategy.recomputing(1), 70 * GIB)
-        assert again > 2 * model.largest_pack(strategy, 70 * GIB)
 
 
 def drawn(data: st.DataObject) -> Strategy:
@@ -355,13 +328,6 @@ def test_a_pool_that_does_not_fit() -> None:
         DeviceMemoryError, match="optimizer state and the buffers of switches alone do not fit.*use a limit of"
     ):
         model.check_pool(fits, GIB)
-
-
-def test_an_offloaded_master_store_takes_nothing_of_the_device() -> None:
-    here, away = (MemoryModel(SIZES_7B, 8, MemoryOptions(offload_master=o)) for o in (False, True))
-    before, after = (model.breakdown(Strategy(2, 4, 1), 2048) for model in (here, away))
-    assert (after.master_weights, after.master_gradients, after.optimizer) == (0, 0, 0)
-    assert before.total - after.total == before.master_weights + before.master_gradients + before.optimizer > 0
 
 
 @pytest.mark.parametrize(

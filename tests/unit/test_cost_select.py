@@ -30,21 +30,6 @@ def selector(**options) -> Selector:
     return Selector(POOL, TIME, SWITCH, **options)
 
 
-def test_short_mini_batches_run_in_one_phase() -> None:
-    assert selector().select([500] * 400).strategies == (Strategy(4, 1, 1),)
-    assert selector().select([500] * 400 + [3000]).strategies == (Strategy(4, 1, 1),)  # a pack of 4096 has room for it
-
-
-def test_a_long_sequence_brings_its_strategy_along() -> None:
-    many = selector().select([500] * 400 + [16000])
-    assert many.strategies[-1] == Strategy(1, 4, 1)
-    assert len(many.buckets) == 2
-    few = selector().select([500] * 3 + [16000])  # not worth a second switch
-    assert few.strategies == (Strategy(1, 4, 1),)
-    assert few.seconds == few.single_seconds
-    assert many.seconds < many.single_seconds
-
-
 def test_the_phases_before_are_kept_for_a_small_gain_only() -> None:
     chosen = selector()
     lengths = next(

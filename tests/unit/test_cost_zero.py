@@ -3,17 +3,9 @@
 import pytest
 
 from hf_hotspa.costs.formulas import (
-    ALL_REDUCES_PER_LAYER,
-    STATE_BYTES_PER_PARAMETER,
-    bubble_fraction,
-    inter_elements,
-    intra_elements,
     model_state_bytes,
-    parameters_per_device,
-    state_bytes_per_device,
 )
 from hf_hotspa.errors import HotspaConfigError
-from tests.gpt_formulas import gpt_activation_bytes, gpt_parameters
 
 # ZeRO (SC'20), Table 1: GB a device by data-parallel degree, for stages 1, 2 and 3 of models of 7.5B, 128B and 1T.
 TABLE_1 = {
@@ -45,32 +37,3 @@ def test_zero_refuses_what_does_not_exist() -> None:
         model_state_bytes(1e9, 4, 4)
     with pytest.raises(HotspaConfigError, match="degree of 0"):
         model_state_bytes(1e9, 0, 1)
-
-
-def test_bubble() -> None:
-    assert bubble_fraction(1, 5) == 0
-    assert bubble_fraction(4, 12) == 0.25
-    with pytest.raises(HotspaConfigError):
-        bubble_fraction(4, 0)
-
-
-def test_tensor_parallel_traffic_against_pipeline_traffic() -> None:
-    tokens, hidden, layers = 2048, 12288, 12
-    for tp in (1, 2, 8):
-        ratio = intra_elements(tokens, hidden, tp, layers) / inter_elements(tokens, hidden)
-        assert ratio == pytest.approx(layers * ALL_REDUCES_PER_LAYER * (1 - 1 / tp))
-    assert intra_elements(1, 1, 8, 1) == pytest.approx(4 * 2 * 7 / 8)  # four ring all-reduces of one element
-
-
-def test_gpt3() -> None:
-    parameters = gpt_parameters(96, 12288, 51200, 2048)
-    assert parameters == pytest.approx(175e9, rel=0.005)
-    assert parameters_per_device(parameters, 8, 8) == parameters / 64
-    assert STATE_BYTES_PER_PARAMETER == 2 + 2 + 4 + 4 + 4 + 4
-    assert state_bytes_per_device(parameters, 8, 8) == pytest.approx(54.6e9, rel=0.005)
-
-
-def test_gpt_activations() -> None:
-    assert gpt_activation_bytes(10, 4) == 34 * 40
-    assert gpt_activation_bytes(10, 4, 8) == (10 + 3) * 40
-    assert gpt_activation_bytes(10, 4, 8, sequence_parallel=True) == 34 / 8 * 40

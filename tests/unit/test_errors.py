@@ -92,11 +92,6 @@ def test_log_records_are_printable(caplog: pytest.LogCaptureFixture) -> None:
     assert other.getMessage() == evil
 
 
-def test_parts_are_keywords() -> None:
-    with pytest.raises(TypeError):
-        HotspaError("what", "where")  # type: ignore[call-arg, misc]
-
-
 @pytest.mark.parametrize("cls", CLASSES)
 @given(what=st.text(max_size=30), where=OPTIONAL_TEXT, why=OPTIONAL_TEXT, fix=OPTIONAL_TEXT)
 def test_round_trips(cls: type[HotspaError], what: str, where: str | None, why: str | None, fix: str | None) -> None:
@@ -115,13 +110,6 @@ def test_an_unknown_code_is_a_plain_error() -> None:
     assert (error.where, error.why, error.fix) == (None, None, None)
 
 
-def _fail_from_a_key_error() -> None:
-    try:
-        raise KeyError("inner")
-    except KeyError as inner:
-        raise errors.PlanError("outer") from inner
-
-
 def test_a_kind_of_an_error_travels_as_that_error() -> None:
     class Kind(errors.DataError):
         """Without a code of its own."""
@@ -129,9 +117,3 @@ def test_a_kind_of_an_error_travels_as_that_error() -> None:
     copy = HotspaError.from_dict(Kind("x").to_dict())
     assert type(copy) is errors.DataError
     assert str(copy) == "HSP-301 Data: x"
-
-
-def test_raising_keeps_the_cause() -> None:
-    with pytest.raises(HotspaError) as caught:
-        _fail_from_a_key_error()
-    assert isinstance(caught.value.__cause__, KeyError)

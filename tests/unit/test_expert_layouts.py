@@ -65,11 +65,6 @@ def test_grammar_groups_and_layout(text):
     assert strategy.layout != replace(strategy, ep=1).layout
 
 
-def test_ep_1_is_no_other_strategy():
-    assert Strategy.parse("dp2tp2ep1") == Strategy.parse("dp2tp2")
-    assert str(Strategy.parse("dp2ep1")) == "dp2"
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -138,18 +133,6 @@ def test_a_switch_to_and_from_experts_over_ranks_is_an_ordinary_plan(first, seco
     assert (plan.wire_bytes(widths) == 0) == (one.holdings == other.holdings or first == "dp4")
     returned, master = gradient_layout(vector, Strategy.parse(second)), master_layout(vector, 4)
     prove(plan_return(returned, master, cluster, widths), returned, master)
-
-
-def test_memory_of_experts_is_divided_by_ep():
-    vector, shape = vector_of(), describe_model(tiny_model_of("mixtral")).shape
-    sizes = ModelSizes(shape, "float32", vector=vector)
-    of_experts = sum(spec.numel for spec in vector.specs if spec.experts) * 4
-    rest = vector.numel * 4 - of_experts
-    for text in ("dp4", "dp4ep2", "dp4ep4", "tp4ep4", "dp6tp2ep12", "dp3ep3"):
-        strategy = Strategy.parse(text)
-        (stage,) = sizes.stages(strategy)
-        expected = rest + of_experts // strategy.ep
-        assert stage.weight_bytes == stage.gradient_bytes == expected, text
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])

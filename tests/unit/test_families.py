@@ -250,6 +250,11 @@ def test_a_stage_that_fails_is_found_on_meta_too() -> None:
 # ------------------------------------------------------------------------------------------------ plans, layer by layer
 
 
+def test_an_activation_with_a_weight_has_a_partial_gradient() -> None:
+    specs = describe_model(tiny_model_of("apertus")).vector.specs
+    assert {s.partial_gradient for s in specs if ".act_fn." in s.name} == {True}
+
+
 def test_what_the_plan_does_not_explain_is_held_whole() -> None:
     model = tiny_model_of("llama")
     for layer in model.model.layers:
@@ -261,13 +266,6 @@ def test_what_the_plan_does_not_explain_is_held_whole() -> None:
     assert "model.layers.0.mlp.up_proj.weight" in cut
     assert not any("self_attn" in name for name in cut)
     assert not any("self_attn" in name for name in found.styles)
-
-
-def test_fused_experts_are_cut_in_two_parts() -> None:
-    found = describe_model(tiny_model_of("mixtral"))
-    specs = {s.name.rpartition("experts.")[2]: s for s in found.vector.specs if "experts" in s.name}
-    assert (specs["gate_up_proj"].shard_dim, len(specs["gate_up_proj"].parts)) == (1, 2)
-    assert (specs["down_proj"].shard_dim, len(specs["down_proj"].parts)) == (2, 1)
 
 
 @pytest.mark.parametrize(("family", "carries"), [("lfm2", "conv"), ("qwen3_5_text", "linear_attention")])

@@ -121,14 +121,6 @@ def test_rows_follow_the_formulas(found: FormulaTable) -> None:
         assert row.intra_elements == pytest.approx(shape.num_layers / row.pp * 4 * (1 - 1 / row.tp) * inter)
 
 
-def test_t_equal_1_bubbles_fall_with_d_and_with_the_batch() -> None:
-    setup = Setup.read(MODEL, "4x8", "a100-80g")
-    for batch in (64, 512):
-        rows = [r for r in make_table(setup, batch, 1, TOKENS).rows if r.tp == 1]
-        for row in rows:  # b (n - d) / B
-            assert row.bubble == pytest.approx((32 - row.dp) / batch)
-
-
 def test_links_inside_a_node_and_between_nodes(found: FormulaTable) -> None:
     hardware = found.setup.hardware
     assert hardware is not None

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_hotspa.costs.terms import Cost
-from hf_hotspa.costs.time import Pipeline, TimeModel, interleaved_events, pipeline_seconds, shared_pipelines
+from hf_hotspa.costs.time import Pipeline, TimeModel, interleaved_events, pipeline_seconds
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.layout.stages import StageCosts
@@ -143,22 +143,6 @@ def test_it_ends_sooner_than_one_stage_on_each_rank() -> None:
         ratios.append(pipeline_seconds(pipeline(packs, num_ranks, 2)) / pipeline_seconds(one))
     assert max(ratios) <= 1.02
     assert sum(ratios) / len(ratios) < 0.9
-
-
-def test_shared_processors_that_are_enough_change_nothing() -> None:
-    for seed in range(40):
-        rng = random.Random(seed)
-        packs = [float(rng.randint(1, 50)) for _ in range(rng.randint(1, 9))]
-        found = pipeline(packs, rng.choice([2, 4]), rng.choice([2, 3]))
-        assert shared_pipelines([found], 1, 4) == pytest.approx(pipeline_seconds(found))
-        assert shared_pipelines([found], 1, 1) == pytest.approx(sum(packs) * 3 * found.num_ranks)
-
-
-def test_what_a_full_pipeline_holds() -> None:
-    assert Bucket(Strategy(pp=2, v=2), 100, 1000).most_tokens == 2500  # p + (p - 1) / v packs
-    assert Bucket(Strategy(pp=4, v=3), 100, 1000).most_tokens == 5000
-    assert Bucket(Strategy(pp=2, v=2), 9000, 1000).most_tokens == 9000
-    assert Bucket(Strategy(pp=2, v=2, ck=100), 1000, 1000).most_tokens == 1250
 
 
 def test_a_schedule_of_one_stage_on_a_rank_is_refused() -> None:

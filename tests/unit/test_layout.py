@@ -82,19 +82,6 @@ def test_every_legal_cut_covers_a_part_exactly_and_never_splits_an_item() -> Non
                 assert all(start % (per_group * size) == 0 for start, _ in cuts)
 
 
-def test_replicated_heads_go_to_the_coords_that_hold_their_query_heads() -> None:
-    for kv_heads, per_group, multiple in itertools.product(range(1, 5), range(1, 5), range(1, 5)):
-        tp = kv_heads * multiple
-        query, key = (
-            Part(kv_heads * per_group, kv_heads, kv_heads * per_group),
-            Part(kv_heads, kv_heads, kv_heads, True),
-        )
-        for shard in range(tp):
-            heads = range(*query.cut(tp, shard))
-            assert {head // per_group for head in heads} <= set(range(*key.cut(tp, shard)))
-            assert key.cut(tp, shard) == (shard // multiple, shard // multiple + 1)
-
-
 # ----------------------------------------------------------------------------------------------------------- stages
 
 
@@ -162,13 +149,6 @@ def test_a_fused_weight_is_held_part_by_part() -> None:
         Interval(start + 12, start + 16, slot.segment, 8),
     ]
     assert slot.shape == (6, 2)
-
-
-def test_a_row_parallel_weight_is_one_interval_of_its_transposed_storage() -> None:
-    slots = [rank_slots(small_vector(), Strategy(tp=2), rank)[2] for rank in range(2)]
-    start = slots[0].spec.offset
-    assert [[(i.start - start, i.stop - start) for i in slot.intervals()] for slot in slots] == [[(0, 4)], [(4, 8)]]
-    assert [slot.shape for slot in slots] == [(2, 2), (2, 2)]
 
 
 @pytest.mark.parametrize("name", ["cp2", "dp2cp2tp2", "cp2tp2pp2", "cp2tp2+sp"])

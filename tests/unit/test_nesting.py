@@ -43,14 +43,6 @@ def test_digit_reversal():
     assert digit_reversal([]) == (0,)
 
 
-def test_powers_of_two_get_bit_reversal():
-    orders = {s.tp: s.shard_order for s in nested("dp16", "dp8tp2", "dp4tp4", "dp2tp8", "tp16")}
-    for bits in (2, 3, 4):
-        size = 1 << bits
-        assert orders[size] == tuple(int(f"{i:0{bits}b}"[::-1], 2) for i in range(size))
-    assert orders[1] == orders[2] == ()  # the identity
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -66,18 +58,6 @@ def test_the_larger_degree_lies_inside_the_smaller_on_every_rank(names):
         for rank in range(a.world_size):
             outer, inner = a.shard_index(rank % a.tp), b.shard_index(rank % b.tp)
             assert inner * a.tp // b.tp == outer
-
-
-def test_divisibility_chains_decide_the_order_of_the_digits():
-    orders = {s.tp: s.shard_order for s in nested("dp3tp2", "tp6")}
-    assert orders == {2: (), 6: (0, 3, 1, 4, 2, 5)}
-    orders = {s.tp: s.shard_order for s in nested("dp2tp3", "tp6")}
-    assert orders == {3: (), 6: (0, 2, 4, 1, 3, 5)}
-
-
-def test_identity_where_nothing_is_gained():
-    for names in (("tp8",), ("dp8", "tp8"), ("dp4tp8", "dp2tp8pp2"), ("dp8", "dp4pp2", "pp8")):
-        assert all(s.shard_order == () for s in nested(*names))
 
 
 @pytest.mark.parametrize(
@@ -97,12 +77,6 @@ def test_best_among_all_combinations_of_candidates(names):
     candidates = [[(), *map(digit_reversal, radices[tp])] for tp in degrees]
     best = max(kept([s.ordered(choice[degrees.index(s.tp)]) for s in pool]) for choice in product(*candidates))
     assert kept(pool) == best
-
-
-def test_one_order_per_degree_and_the_same_every_time():
-    pool = nested("dp4tp4pp2", "dp8tp4", "dp2tp8pp2", "tp16pp2")
-    assert pool[0].shard_order == pool[1].shard_order
-    assert [s.shard_order for s in pool] == [s.shard_order for s in nested(*map(str, pool))]
 
 
 def test_more_stages_than_layers():

@@ -12,7 +12,6 @@ from hf_hotspa.errors import OverlongError
 from hf_hotspa.packing.bucketing import (
     MIN_PIPELINE_PACK_TOKENS,
     _cheapest_that_fits,
-    _halve_to,
     pack_sequences,
     sequence_cost,
 )
@@ -80,14 +79,6 @@ def test_a_sequence_above_the_capacity_has_a_pack_of_its_own(case, capacity):
         assert all(replicas)
 
 
-def test_nothing_to_pack_leaves_every_replica_empty():
-    assert pack_sequences([], capacity=10, dp=3) == ((), (), ())
-
-
-def test_one_replica_uses_few_packs():
-    assert pack_sequences([6, 5, 4, 3, 2], capacity=10) == (((0, 2), (1, 3, 4)),)
-
-
 def test_number_of_packs_is_a_multiple_of_dp_where_the_sequences_allow():
     lengths = [100] * 25  # 5 packs of 500 are enough
     replicas = pack_sequences(lengths, capacity=500, dp=4)
@@ -152,13 +143,6 @@ def test_quadratic_cost_balances_attention_and_not_tokens():
     assert costs == pytest.approx([11_000, 2_000])
 
 
-def test_tight_packs_fall_back_to_best_fit():
-    # Cheapest-first would put 6 beside 5 or break up a pair that only fits as it is.
-    lengths = [6, 5, 5, 4, 4, 3, 3]
-    replicas = pack_sequences(lengths, capacity=10, dp=1)
-    assert sorted(sum(lengths[i] for i in pack) for pack in replicas[0]) == [10, 10, 10]
-
-
 def test_the_fall_back_still_gives_every_replica_as_many_packs():
     # Seven packs are enough and eight are wanted; cheapest-first leaves 28 without room in any of the eight.
     lengths = [51, 50, 49, 47, 46, 45, 43, 42, 36, 35, 35, 34, 33, 32, 30, 29, 28]
@@ -166,12 +150,6 @@ def test_the_fall_back_still_gives_every_replica_as_many_packs():
     replicas = pack_sequences(lengths, capacity=100, dp=4)
     assert sum(len(packs) for packs in replicas) == 8
     assert sorted(i for packs in replicas for pack in packs for i in pack) == list(range(17))
-
-
-def test_a_pack_without_room_for_one_sequence_is_asked_again_for_a_shorter_one():
-    lengths = [6, 3, 3, 3, 2, 1]  # three of 3 cost less than one of 6, but leave room for 1 only
-    costs = [sequence_cost(length, 0.5) for length in lengths]
-    assert _cheapest_that_fits(range(6), lengths, costs, 10, 2) == [[0, 4], [1, 2, 3, 5]]
 
 
 @given(CASES, st.integers(1, 12))
@@ -190,13 +168,6 @@ def test_placement_is_the_cheapest_pack_with_room(case, num_packs):
         rooms[best] -= length
         loads[best] += costs[i]
     assert _cheapest_that_fits(range(len(lengths)), lengths, costs, capacity, num_packs) == packs
-
-
-def test_halving_reaches_the_target_and_loses_nothing():
-    packs = _halve_to([[0, 1, 2, 3, 4, 5], [6]], [5.0, 4.0, 3.0, 3.0, 2.0, 1.0, 9.0], 4)
-    assert len(packs) == 4
-    assert sorted(i for pack in packs for i in pack) == list(range(7))
-    assert all(packs)
 
 
 def test_the_packs_of_the_papers_example():

@@ -164,13 +164,6 @@ def test_only_sides_near_the_fastest_are_timed_again(cell):
     assert near_the_fastest(lines_of(cell), 1.15) == {"big", "ours, auto"}
 
 
-def test_a_run_under_the_limit_alone_has_a_table(cell):
-    cell["sides"] = {name: found for name, found in cell["sides"].items() if name.endswith("(limit)")}
-    text = cell_tables({"cells": {"0.9M fp32 chat": cell}}, ["0.9M fp32 chat"])
-    assert "| ours, auto (limit) | 1.667 |" in text
-    assert "| ours, dp4 (limit) | its packs are short |" in text
-
-
 def test_above_the_limit_is_above_it_for_us_too(cell):
     cell["sides"]["ours, tp4 (limit)"]["fits"] = False
     cell["sides"]["ours, auto (limit)"]["fits"] = False

@@ -21,7 +21,7 @@ from written_plans import layout_of  # type: ignore[import-not-found]
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanError
 from hf_hotspa.layout.placement import Interval, Layout
-from hf_hotspa.plan.switch_plan import PortLoads, node_bandwidths, overlapped_seconds
+from hf_hotspa.plan.switch_plan import PortLoads, overlapped_seconds
 from hf_hotspa.strategy import Strategy
 
 PER_DEVICE = Cluster(4, 2)
@@ -44,12 +44,6 @@ def test_transfers_load_the_ports_they_pass():
     assert loads.received_inter.tolist() == [0, 0, 20, 0]
 
 
-def test_adding_nothing_changes_nothing():
-    loads = PortLoads.zero(PER_DEVICE)
-    loads.add([], [], [])
-    assert loads.seconds(PER_DEVICE) == 0
-
-
 def test_nics_of_a_device_and_of_a_node():
     flows = ((0, 2, 1e9), (1, 3, 1e9))
     assert loads_of(PER_DEVICE, *flows).seconds(PER_DEVICE) == pytest.approx(0.04)
@@ -58,22 +52,10 @@ def test_nics_of_a_device_and_of_a_node():
     assert loads_of(two, (0, 4, 1e9)).seconds(two) == pytest.approx(0.02)
 
 
-def test_ports_are_full_duplex():
-    loads = loads_of(PER_DEVICE, (0, 2, 1e9), (2, 0, 1e9), (0, 1, 8e9), (1, 0, 8e9))
-    assert loads.seconds(PER_DEVICE) == pytest.approx(0.04)
-
-
 def test_hops_in_sequence_and_overlapped():
     hops = [loads_of(PER_DEVICE, (0, 2, 1e9)), loads_of(PER_DEVICE, (2, 3, 4e9))]
     assert sequential_seconds(hops, PER_DEVICE) == pytest.approx(0.06)
     assert overlapped_seconds(hops, PER_DEVICE) == pytest.approx(0.04)
-
-
-def test_a_short_last_node_has_fewer_nics_of_its_own():
-    assert node_bandwidths(Cluster(6, 4)) == [100e9, 50e9]
-    assert node_bandwidths(Cluster(6, 4, nics_per_node=1)) == [25e9, 25e9]
-    ragged = Cluster(5, 2, nics_per_node=1)
-    assert loads_of(ragged, (0, 4, 1e9)).seconds(ragged) == pytest.approx(0.04)
 
 
 UNIT = 1 << 20
@@ -129,15 +111,6 @@ def test_worked_example_of_a_real_pair():
 
 
 # ------------------------------------------------------------------------------------------------ bounds
-
-
-def test_nothing_moves():
-    assert lower_bound([], PER_DEVICE).limit == "nothing moves"
-    assert lower_bound([PieceClass(1e9, (0, 2), (0, 2))], PER_DEVICE).seconds == 0
-
-
-def test_one_node_has_no_nics_to_use():
-    assert lower_bound([PieceClass(1e9, (0,), (1,))], Cluster(2, 2)).seconds == pytest.approx(1 / 200)
 
 
 def test_a_shared_owner_set_limits_its_nodes():

@@ -15,7 +15,6 @@ from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import report_page
 from hf_hotspa.reporting.run_log import (
     FILE_NAME,
-    bin_edges,
     find_run_log,
     is_histogram,
     length_histogram,
@@ -185,12 +184,6 @@ def test_a_newer_field_is_left_alone(tmp_path):
 
 
 # -- lengths ----------------------------------------------------------------------------------------------------------
-
-
-def test_edges_double_every_second_one():
-    assert bin_edges(1) == [1]
-    assert bin_edges(2) == [1, 2]
-    assert bin_edges(13) == [1, 2, 3, 4, 6, 8, 12, 16]
 
 
 @pytest.mark.parametrize("lengths", [[1], [0, 0], [7, 7, 7], [0, 1, 2, 3, 4, 5, 1000], list(range(1, 300))])

@@ -99,13 +99,6 @@ def test_rows_that_mask_nothing_take_no_memory():
     assert table.mask_offsets.tolist() == [-1, 0]
 
 
-def test_null_labels_mean_that_every_token_counts():
-    rows = [{"input_ids": [1, 2, 3], "labels": None}, {"input_ids": [4, 5], "labels": [-100, -100]}]
-    arrow = datasets.Dataset.from_list(rows)
-    for dataset in (rows, arrow, arrow.select([0])):
-        assert quiet(dataset).label_counts.tolist() == [2, 0][: len(dataset)]
-
-
 def test_other_list_types(tmp_path):
     fixed = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=3)})
     large = datasets.Features({"input_ids": datasets.LargeList(datasets.Value("uint16"))})

@@ -41,17 +41,6 @@ def test_cuts_for_one_rank_a_stage_equal_brute_force(seed: int) -> None:
         assert costs.slowest(stages) == min(costs.slowest(cut) for cut in cuts(count, num_stages))
 
 
-def test_a_dear_pass_is_not_cut_at() -> None:
-    costs = StageCosts((3, 3, 3, 3), sends=(0, 9, 0))
-    assert costs.stages(2) in ((range(1), range(1, 4)), (range(3), range(3, 4)))
-    assert StageCosts((3, 3, 3, 3), sends=(9, 9, 9)).stages(2) == (range(2), range(2, 4))  # all alike: nothing to avoid
-
-
-def test_the_ends_count() -> None:
-    assert StageCosts((2, 2, 2, 2), head=4).stages(2) == (range(3), range(3, 4))
-    assert StageCosts((2, 2, 2, 2), embedding=4).stages(2) == (range(1), range(1, 4))
-
-
 def test_what_cannot_be() -> None:
     with pytest.raises(StrategyError, match="cannot share"):
         StageCosts((1, 1)).stages(3)

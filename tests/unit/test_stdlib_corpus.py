@@ -133,27 +133,6 @@ def test_lengths_have_a_long_tail(tmp_path):
     assert 0.02 < long < 0.2
 
 
-def test_functions_are_rows_with_a_thinner_tail(tmp_path, monkeypatch):
-    inside = "    @property\n    def b(self):\n        def c(): ...\n        return c\n"
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "a.py").write_text(f"async def a(): ...\nclass A:\n{inside}if 1:\n    def d(): pass\n")
-    (tmp_path / "lib" / "no.py").write_text("def broken(:\n")
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
-        found = list(corpus.functions(corpus.stdlib_files()))
-    assert found == [
-        ("a.py", "async def a(): ...\n"),
-        ("a.py", "@property\ndef b(self):\n    def c(): ...\n    return c\n"),
-        ("a.py", "def d(): pass\n"),
-    ]
-    tokenizer = corpus.build_tokenizer(1024, cache_dir=tmp_path, max_files=60)
-    dataset = corpus.build_corpus(cache_dir=tmp_path, max_files=60, by_function=True)
-    assert len(dataset) > 10 * len(corpus.build_corpus(cache_dir=tmp_path, max_files=60))
-    lengths = [len(row) for row in prepare_dataset(dataset, tokenizer)["input_ids"]]
-    assert 0.7 < sum(length <= 256 for length in lengths) / len(lengths) < 0.95
-    assert 0.002 < sum(length > 1024 for length in lengths) / len(lengths) < 0.05
-
-
 def test_histogram(capsys):
     lengths = [1, 10, 11, 100, 101, 5000]
     assert corpus.length_histogram(lengths, edges=(10, 100)) == [

@@ -224,6 +224,11 @@ def test_every_column_has_one_task(tasks, num_columns, share, data):
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_no_migration_without_helpers():
+    assert migrate(2, 0, 8, 0.5, givers=[0, 1]) is None
+    assert migrate(4, 0, 8, 0.01) is None
+
+
 # -- detection ------------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +346,11 @@ def test_slow_devices_stay_slow_until_well_below_the_limit():
 def test_what_costs_nearly_nothing_is_not_called_slow():
     _, events = watched([[0.001, 0.001, 0.004, 0.001]] * 5)
     assert not any(events)
+
+
+def test_speeds_are_those_of_slow_devices():
+    devices, _ = watched([[1.0, 1.12, 4.0, 1.0]] * 3)
+    assert devices.speeds() == (1.0, 1.0, 0.25, 1.0)
 
 
 def test_the_state_goes_on_where_it_was():

@@ -334,11 +334,6 @@ def test_format_and_parse_buckets_are_inverse(buckets: tuple[Bucket, ...]) -> No
     assert ",".join(map(str, parse_buckets(text))) == text
 
 
-def test_a_pack_of_one_sequence_is_not_written() -> None:
-    assert str(Bucket(Strategy(2), 8, 8)) == "dp2:8"
-    assert str(Bucket(Strategy(2), 8, 16)) == "dp2:8@16"
-
-
 # --------------------------------------------------------------------------------------- buckets, world and model
 
 

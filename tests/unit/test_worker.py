@@ -250,14 +250,6 @@ def test_a_failure_is_told_at_once_and_a_cancelled_switch_is_none():
     assert told == [error]
 
 
-def test_cancel_leaves_what_is_over_alone(make_worker):
-    worker = make_worker(load=lambda progress: None)
-    job = submit(worker, "load", epoch=5)
-    job.result()
-    worker.cancel("late")
-    assert job.result().sent_bytes == 5
-
-
 def test_a_switch_that_nothing_computes_beside_is_a_job_that_is_over():
     """It ran in the caller's thread: nobody waits for it, and nobody was blocked or busy beside anything."""
     job = SwitchJob("load", stats=SwitchStats(sent_bytes=7))
