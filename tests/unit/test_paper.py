@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 
-from hf_hotspa.packing.bucketing import pack_sequences
-
 paper: Any = import_module("paper")
 
 
-@pytest.mark.parametrize("name", sorted(paper.COMMANDS))
+LONG = ("fig7", "memory", "sweeps")
+"""Commands of which even the quick form takes long."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in sorted(paper.COMMANDS)]
+)
 def test_the_quick_form_of_a_command_prints_lines_of_the_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, shown, _ = paper.section(paper.PAGE.read_text(), name)
     assert paper.main([name, "--quick"]) == 0
@@ -29,14 +33,6 @@ def test_every_table_of_the_page_is_of_a_command() -> None:
         page = before + after
         assert f"    python benchmarks/paper.py {name}\n" in page
     assert "\n| --- |" not in page
-
-
-def test_the_packs_of_figure_2() -> None:
-    lengths = [5, 280, 36, 135, 145, 50, 15, 40, 45, 32, 2, 260, 66, 20, 80, 50]  # tenths of K
-    (packs,) = pack_sequences(lengths, capacity=320, dp=1, pp=1, quadratic_cost=0)
-    found = sorted(sorted((lengths[i] for i in pack), reverse=True) for pack in packs)
-    assert found == [[80, 66, 50, 45, 32, 20, 15], [145, 135, 36, 2], [260, 50, 5], [280, 40]]
-    assert sorted(map(sum, found)) == [308, 315, 318, 320]
 
 
 def test_the_gain_of_table_3_is_in_the_published_order_and_packing_takes_most_of_it() -> None:

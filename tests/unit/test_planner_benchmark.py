@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,6 +20,7 @@ def python(*arguments: str, hash_seed: str = "0") -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_quick_run_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "planner.json"
     text = python("benchmarks/planner.py", "--quick", "--json", str(file))
