@@ -6,6 +6,7 @@ A fuzzer is a function `run(rank, world_size, draw, folder)` that returns `exact
 
 import inspect
 import json
+import os
 import re
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from tests.harness import WorldError, run_ranks
 
-SECONDS_TO_SHRINK = 120.0
+SECONDS_TO_SHRINK = float(os.environ.get("HOTSPA_SHRINK_S", "120"))
 """For the first draw that fails; the others are given as they were drawn."""
 
 
@@ -194,10 +195,12 @@ class Fuzzer(Generic[D]):
         sys.exit(int(self.is_bad(outcome)))
 
     def main(self) -> None:
-        """`python -m tests.x_fuzz 0 40`: the outcomes of the seeds 0 to 39, with a line for each."""
-        draws = [self.draw(seed) for seed in range(*map(int, sys.argv[1:3]))]
+        """`python -m tests.x_fuzz 0-39` or `3,7`: the outcomes of these seeds, with a line for each."""
+        ranges = [part.partition("-") for part in sys.argv[1].split(",")]
+        draws = [self.draw(seed) for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]
         found = self.found_of(draws, 120.0 + 20.0 * len(draws))
         for draw, outcome in zip(draws, found, strict=True):
-            print(f"{outcome} | {line_of(draw)}")
+            said = " ".join(outcome.split())[:600]
+            print(f"{said} | {line_of(draw)}")
         print(Counter(outcome.split(":")[0] for outcome in found))
         sys.exit(int(any(map(self.is_bad, found))))

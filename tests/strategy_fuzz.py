@@ -4,7 +4,7 @@ A seed draws a family, adapters or frozen layers, one to three strategies with a
 what is done: which rows each mini-batch has (and so which strategies follow each other), whether gradients are added up, whether
 the weights move in between, and whether logits are evaluated. A mix that is refused by name counts as refused; anything else must
 be exact. The draws know nothing of families, but that every fourth mix is of one with experts, which most of its strategies
-divide over ranks (ep). `python -m tests.strategy_fuzz 0 40` runs the seeds 0 to 39.
+divide over ranks (ep). `python -m tests.strategy_fuzz 0-39` runs the seeds 0 to 39.
 """
 
 import copy

@@ -4,7 +4,7 @@ A seed draws a model, rows and their collator, the loss, the size of mini-batche
 schedule, evaluations, callbacks and overrides, where the run is interrupted and under which strategies it is resumed, the number
 of ranks and the strategies. Ours must log the same losses, norms, rates and metrics, and leave the same weights, or refuse the
 run by name before the first step. The oracle computes the micro-batches of all ranks one after the other, as more accumulation.
-`python -m tests.trainer_fuzz 0 40` runs the seeds 0 to 39.
+`python -m tests.trainer_fuzz 0-39` runs the seeds 0 to 39.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ COMMON: dict[str, Any] = {
     "learning_rate": 5e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
     "seed": 3, "per_device_eval_batch_size": 2,
 }  # fmt: skip
-_CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {
+CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {
     "trainer": (0.25, ("SFT", "DPO")), "family": (0.7, ("qwen3_qk_norm_tied", "phi3_fused", "gemma2_soft_caps", MIXTURE)),
     "stop": (0.35, (1, 2, 3)), "begun": (0.3, (True,)),
     "loss": (0.5, ("focal", "margin", "scaled", "two forwards", "zero terms", "other inputs")),
@@ -59,7 +59,7 @@ _CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {
     "override": (0.3, ("sampler", "groups")),
 }  # fmt: skip
 """How often a field is not at its default, and what it is then."""
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "lr_scheduler_type": ("cosine", "constant_with_warmup", "polynomial"), "warmup_steps": (1, 2), "max_grad_norm": (0.0, 0.3),
     "weight_decay": (0.1,), "label_smoothing_factor": (0.1,), "gradient_checkpointing": (True,), "dataloader_num_workers": (1,),
     "dataloader_drop_last": (True,), "data_seed": (5,), "optim": ("sgd", "adagrad", "rmsprop"),
@@ -135,8 +135,8 @@ def draw(seed: int) -> Run:
     """The run of a seed."""
     rng = random.Random(seed)
     world_size = rng.choice((1, 2, 2, 4))
-    drawn = {name: rng.choice(values) for name, (share, values) in _CHOICES.items() if rng.random() < share}
-    arguments = {name: rng.choice(values) for name, values in _ARGUMENTS.items() if rng.random() < 0.2}
+    drawn = {name: rng.choice(values) for name, (share, values) in CHOICES.items() if rng.random() < share}
+    arguments = {name: rng.choice(values) for name, values in ARGUMENTS.items() if rng.random() < 0.2}
     run = Run(world_size=world_size, arguments=arguments, seed=seed, **drawn)
     own, resumed = (_pool(rng, world_size, run.family == MIXTURE) for _ in range(2))
     whole, rest = rng.randint(2, 5), rng.randint(0, run.accumulation - 1)
@@ -264,7 +264,7 @@ class _Callback(TrainerCallback):
         if self.kind == "stops":
             control.should_training_stop = control.should_training_stop or state.global_step >= 3
         if self.kind == "freezes" and state.global_step == 2:
-            next(iter(model.parameters())).requires_grad_(False)
+            next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
         if self.kind == "generates":  # which reads the weights and changes none
             model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
         if self.kind == "scales" and state.global_step % 2:

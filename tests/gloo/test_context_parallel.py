@@ -1,10 +1,7 @@
 """Context parallelism (`cp`): loss and gradients equal the plain model's, wherever packs are cut, in every way."""
 
-from itertools import product
-
 import pytest
 import torch
-from torch.nn import functional
 
 from hf_hotspa.costs.divided import exchanged_elements, local_heads
 from hf_hotspa.errors import StrategyError, UnsupportedError
@@ -18,102 +15,15 @@ from tests.gloo import test_dropout as dropout
 from tests.gloo import test_objective as objective
 from tests.gloo import test_own_loss as own_loss
 from tests.gloo import test_router_loss as router_loss
-from tests.gloo.test_exact import check, rank_errors
 from tests.gloo.test_token_chunks import noisy
 from tests.harness import run_ranks
-from tests.lora import tiny_lora
 from tests.oracle import exact_in_double, random_rows, relative_error
 from tests.tiny_families import tiny_model_of
-from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error, worst_error_with_logits
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
 WAYS = ("ulysses", "allgather", "ring")
-OVERLAP = {"overlap_load": True, "overlap_return": True, "loss_chunk_tokens": 7}
-EVERY = ["cp4", "dp2cp2", "cp2tp2", "cp2pp2", "cp2tp2+sp", "cp4+rc", "cp2pp2+rc2"]
-CHUNKED = ["cp4+ck13", "cp2pp2+ck19", "dp2cp2+ck11", "cp2tp2+sp+ck17", "cp4+rc+ck15"]
-
-
-def buckets_of(way: str, without: tuple[str, ...] = ()) -> list[str]:
-    names = EVERY + (CHUNKED if way != "ring" else [])
-    return [f"{name}:40@64" for name in names if name not in without]
-
-
-def check_compositions(way, buckets):
-    """Few key/value heads, biases, sequences that are cut anywhere; switches one after the other and overlapped."""
-    options = [{"context_parallel": way}, {"context_parallel": way, **OVERLAP}]
-    check(run_ranks(4, rank_errors, "llama_gqa_bias", torch.float64, buckets, options), torch.float64)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_compositions(way):
-    """One of three for each way; the slow test below runs each composition in each way."""
-    check_compositions(way, [b for i, b in enumerate(buckets_of(way)) if i % 3 == WAYS.index(way)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_every_composition(way):
-    check_compositions(way, buckets_of(way))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "way"),
-    [
-        (f, w)
-        for f, w in product(("qwen3_qk_norm_tied", "gemma2_soft_caps", "phi3_fused", "olmo2"), WAYS)
-        if w != "ring" or f in ("qwen3_qk_norm_tied", "olmo2")
-    ],
-)
-def test_other_families_in_every_composition(family, way):
-    """Norms of queries and keys and tied embeddings; windows and soft caps; fused weights and a window; norms behind."""
-    without = ("cp2tp2+sp", "cp2tp2+sp+ck17") if describe_model(tiny_model(family)).shape.sp_unsupported_reason else ()
-    check(
-        run_ranks(4, rank_errors, family, torch.float64, buckets_of(way, without), [{"context_parallel": way}]),
-        torch.float64,
-    )
-
-
-def test_windows_and_soft_caps_in_some_compositions():
-    """Every composition of them is a slow test above."""
-    buckets = [f"{name}:40@64" for name in ("cp4+rc", "cp2tp2+sp", "cp2pp2", "dp2cp2+ck11", "cp2pp2+ck19")]
-    results = run_ranks(4, rank_errors, "gemma2_soft_caps", torch.float64, buckets, [{"context_parallel": "allgather"}])
-    check(results, torch.float64)
-
-
-def of_three(rank, world_size):
-    """`(way, loss error, gradient error)` of three ranks: twelve heads, six of keys and values, an odd vocabulary."""
-    return [
-        error
-        for way in WAYS
-        for error in rank_errors(
-            rank, world_size, "llama_uneven", torch.float64, ["cp3:40@64"], [{"context_parallel": way}]
-        )
-    ]
-
-
-def test_three_ranks():
-    check(run_ranks(3, of_three), torch.float64)
-
-
-def tiny_errors(rank, world_size, families):
-    found = {}
-    for family, way in families:
-        model = tiny_model_of(family)
-        rows = random_rows(6, 163, longest=30, seed=2)
-        engine = make_engine(model, "cp2:8@16,cp2+ck7:30@40", context_parallel=way)
-        found[family, way] = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0]
-        engine.close()
-    return found
-
-
-@pytest.mark.slow
-def test_sinks_partial_rotations_latent_attention_and_two_rotary_tables():
-    families = list(product(("gpt_oss", "gpt_neox", "deepseek_v3", "gemma3_text"), ("ulysses", "allgather")))
-    for found in run_ranks(2, tiny_errors, families):
-        assert len(found) == 8
-        assert {case: error for case, error in found.items() if not error <= 1e-11} == {}
 
 
 def errors_of_even_and_tiny_packs(rank, world_size):
@@ -135,22 +45,6 @@ def errors_of_even_and_tiny_packs(rank, world_size):
 def test_packs_of_whole_sequences_and_of_one_token():
     for found in run_ranks(2, errors_of_even_and_tiny_packs):
         assert max(found.values()) <= 1e-11, found
-
-
-HOT = "dp4:3@24,dp2cp2:6@24,cp4+ck7:15@32,cp2tp2+sp:40@44,cp2pp2:50@54,tp4:60@64"
-
-
-def one_mini_batch(rank, world_size, way, options):
-    model = tiny_model("llama_gqa_bias", torch.float64)
-    return worst_error_with_logits(model, HOT, 30, context_parallel=way, **options)
-
-
-@pytest.mark.parametrize(
-    ("way", "options"), [pytest.param("ulysses", {}, marks=pytest.mark.slow), ("allgather", OVERLAP)]
-)
-def test_beside_other_strategies_in_one_mini_batch(way, options):
-    """Trained, and evaluated with logits."""
-    assert max(run_ranks(4, one_mini_batch, way, options)) <= 1e-11
 
 
 def moved(rank, world_size, buckets, options):
@@ -197,49 +91,6 @@ def test_bytes_between_ranks_of_cp_are_those_of_the_formula(way):
             name: [pytest.approx(each, rel=1e-12)] * 4 for name, (_, _, each) in found.items()
         }
         assert all(total == sum(of_ranks) > 0 for total, of_ranks, _ in found.values())
-
-
-# ---- documents of a pack stay apart
-
-
-def changed_elsewhere(rank, world_size, way):
-    """Positions of documents whose loss changes when one token of another one does; and of that one, for comparison."""
-    model = tiny_model("llama_gqa_bias", torch.float64)
-    found = {}
-    for name in ("cp4", "dp2cp2", "cp2tp2", "cp2pp2"):
-        engine = make_engine(model, f"{name}:40@120", context_parallel=way)
-        losses = []
-        rows = random_rows(9, model.config.vocab_size, longest=40, seed=3, masked=False)
-        longest = max(range(9), key=lambda row: len(rows[row]["input_ids"]))
-        for token in (5, 6):
-            rows[longest]["input_ids"][3] = rows[longest]["labels"][3] = token
-            with engine.evaluation() as evaluation:
-                logits = evaluation.run(make_mini_batch(engine, rows), with_logits=True).logits
-            losses.append(
-                [
-                    functional.cross_entropy(
-                        logits[row, 0][:-1], torch.tensor(rows[row]["labels"][1:], dtype=torch.int64), reduction="none"
-                    )
-                    for row in range(9)
-                ]
-            )
-        engine.close()
-        changed = [int((a != b).sum()) for a, b in zip(*losses, strict=True)]
-        own = changed.pop(longest)
-        found[name] = sum(changed), own, len(rows[longest]["input_ids"])
-    return found
-
-
-def changed_in_every_way(rank, world_size):
-    return {way: changed_elsewhere(rank, world_size, way) for way in WAYS}
-
-
-def test_a_token_of_one_document_changes_no_loss_of_another():
-    for ways in run_ranks(4, changed_in_every_way):
-        assert list(ways) == list(WAYS)
-        for others, own, length in (counts for found in ways.values() for counts in found.values()):
-            assert others == 0
-            assert own >= length - 4  # its own target, and all after it
 
 
 # ---- what is per sequence, and what is per token
@@ -324,26 +175,6 @@ def test_dropout_drops_the_same_elements(names):
             assert worst <= 1e-11, name
             assert min(other, evaluated) > 1e-6
             assert same, name
-
-
-def adapted(rank, world_size):
-    from tests.gloo import test_lora as lora
-
-    errors = []
-    for way in WAYS:
-        model = tiny_lora("qwen3_qk_norm_tied", torch.float64)
-        rows = random_rows(15, model.config.vocab_size, longest=60)
-        engine = make_engine(model, "dp2:16@24,cp2+rc:60", context_parallel=way, **OVERLAP)
-        errors.append(lora.step_error(engine, model, rows)[0])
-        engine.close()
-    return errors
-
-
-@pytest.mark.slow
-def test_adapters():
-    errors = run_ranks(2, adapted)[0]
-    assert max(errors) <= 1e-11
-    assert min(errors) > 0
 
 
 # ---- what cannot run

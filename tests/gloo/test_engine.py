@@ -18,29 +18,6 @@ from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_e
 
 pytestmark = pytest.mark.gloo
 
-HOT = "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4:45@48,tp4:60"
-
-
-def hot_switched(rank, world_size, family):
-    model = tiny_model(family, torch.float64)
-    engine = make_engine(model, HOT)
-    errors = []
-    for seed in range(2):  # the second mini-batch reuses all buffers
-        rows = random_rows(24, model.config.vocab_size, longest=60, seed=seed)
-        error, report = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
-        errors.append(error)
-        assert len(report.phases) >= 4
-        assert report.num_tokens == sum(len(row["input_ids"]) for row in rows)
-    return max(errors)
-
-
-@pytest.mark.parametrize(
-    "family",
-    ["llama_gqa_bias", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_qk_norm_tied", "phi3_fused"))],
-)
-def test_five_strategies_in_one_mini_batch(family):
-    assert max(run_ranks(4, hot_switched, family)) <= 1e-11
-
 
 def schedules(rank, world_size, schedule, lengths):
     from torch.distributed.pipelining import Schedule1F1B
@@ -209,24 +186,6 @@ def test_bf16_weights_are_the_rounded_masters_and_gradients_are_fp32():
         assert count > 60
         assert loss_error < 5e-3
         assert gradient_error < 5e-2
-
-
-def frozen_layers(rank, world_size):
-    model = tiny_model("llama_gqa_bias", torch.float64)
-    for parameter in model.model.layers[1].parameters():
-        parameter.requires_grad_(False)
-    model.model.embed_tokens.weight.requires_grad_(False)
-    engine = make_engine(model, "dp2tp2:16@32,tp2pp2:60")
-    rows = random_rows(9, model.config.vocab_size, longest=60)
-    loss, gradients = shared_reference(model, rows)
-    gradients = {n: g for n, g in gradients.items() if model.get_parameter(n).requires_grad}
-    names = {name for name, _ in engine.named_parameters()}
-    assert names == gradients.keys()
-    return worst_error(engine, make_mini_batch(engine, rows), loss, gradients)[0]
-
-
-def test_frozen_parameters_move_without_gradient():
-    assert max(run_ranks(4, frozen_layers)) <= 1e-11
 
 
 def different_seeds(rank, world_size):

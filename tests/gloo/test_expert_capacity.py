@@ -13,7 +13,6 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.report import MEASURES
 from tests.families import tiny_model
 from tests.family_sweep import gradient_errors
-from tests.gloo.test_experts import rows_of
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 from tests.tiny_families import tiny_model_of
@@ -24,6 +23,12 @@ pytestmark = pytest.mark.gloo
 LENGTHS = [13, 24, 17, 20, 15, 22]  # a pack of 24 tokens holds one of them
 STRATEGIES = ["dp4ep4:24", "dp4ep2+rc:24", "dp4:24", "tp4:24", "tp4ep4:24", "dp2tp2ep2:24", "dp2pp2ep2:24"]
 NO_DROPS = 8.0  # as many as there are experts
+
+
+def rows_of(lengths, vocab_size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def with_rule(model, factor):

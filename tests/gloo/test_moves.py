@@ -11,8 +11,9 @@ from zlib import crc32
 
 import pytest
 
+from tests import trainer_fuzz
 from tests.harness import run_ranks
-from tests.moves import GROUPS, Kit, Move, all_moves, differences
+from tests.moves import GROUPS, Drawn, Kit, Move, all_moves, differences
 from tests.moves.__main__ import PAGE, page
 
 pytestmark = pytest.mark.gloo
@@ -22,7 +23,8 @@ DEFAULT = ", with default flags"
 
 
 def chosen(group: str, quick: bool) -> list[Move]:
-    return [move for move in all_moves()[group] if is_quick(move) or not quick]
+    run = [move for move in all_moves()[group] if not isinstance(move.run, Drawn)]
+    return [move for move in run if is_quick(move) or not quick]
 
 
 def run_moves(rank: int, world_size: int, group: str, stock: bool, folder: str, quick: bool):
@@ -86,6 +88,13 @@ def test_a_move_is_equal_or_refused(group, world_size, quick, tmp_path):
                 if text:
                     wrong.append(f"{move.name}{DEFAULT * default} (rank {rank} of {world_size}): {text}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_the_fuzzer_is_said_to_draw_is_drawn():
+    said = [move.run for moves in all_moves().values() for move in moves if isinstance(move.run, Drawn)]
+    drawn = {name: values for name, (_, values) in trainer_fuzz.CHOICES.items()} | trainer_fuzz.ARGUMENTS
+    assert said
+    assert [each for each in said if each.value not in drawn[each.field]] == []
 
 
 def test_names_are_unique_and_the_page_is_current():

@@ -2,7 +2,7 @@
 before the first step. There is no third outcome.
 
 A `Move` builds a trainer from a `Kit`, which holds either the stock classes or ours, and returns the observable results
-of its run. `tests/gloo/test_moves.py` runs every move with both and compares; `python -m tests.moves` writes the table of
+of its run. `tests/gloo/test_moves.py` runs every move with both and compares, but for those that fuzzers draw; `python -m tests.moves` writes the table of
 docs/moves.md. Add a move to the file of its group for each new feature, argument or hook.
 """
 
@@ -128,12 +128,23 @@ class Kit:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """In the place of a run: what `tests/trainer_fuzz.py` draws among its runs, which are compared in fp64."""
+
+    field: str
+    value: Any
+
+    def __call__(self, kit: Kit) -> Seen:
+        raise NotImplementedError("tests/trainer_fuzz.py runs it")
+
+
+@dataclass(frozen=True)
 class Move:
     """A user action.
 
     Args:
         name: The action, as on the page: short, plain, in the terms of the field.
-        run: Performs it with a kit, and returns the observable results.
+        run: Performs it with a kit, and returns the observable results; or says which draws do.
         error: A regular expression that the error message must match; empty if ours must be equal. The error is a
             `HotspaError` on every rank, before the first step.
         instead: For the page, if it is not supported: the alternative.

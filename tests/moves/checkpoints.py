@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq
 
 from tests.families import MIXTURE
 from tests.lora import tiny_lora
-from tests.moves import MINI_BATCH, Kit, Move, Seen
+from tests.moves import MINI_BATCH, Drawn, Kit, Move, Seen
 
 
 def folders(kit: Kit, name: str = "out") -> list[str]:
@@ -293,11 +293,11 @@ MOVES: tuple[Move, ...] = (
     Move("the best adapter at the end, with `save_only_model`", best_adapter),
     Move("a tokenizer that only the collator has, in checkpoints and in `save_model`", tokenizer_of_the_collator),
     Move("`resume_from_checkpoint=True`", resumed(True)),
-    Move("`resume_from_checkpoint` with a path", resumed("checkpoint-1")),
+    Move("`resume_from_checkpoint` with a path", Drawn("stop", 1)),
     Move("the same without such a folder: a `ValueError`", not_found("nowhere", "Can't find a valid checkpoint at")),
     Move("`resume_from_checkpoint=True` without a checkpoint: a `ValueError`",
          not_found(True, "No valid checkpoint found in output directory")),
-    Move("resuming from a checkpoint of the stock `Trainer`", from_stock(2)),
+    Move("resuming from a checkpoint of the stock `Trainer`", Drawn("begun", True)),
     Move("the same with `True`, in the second epoch, with accumulation",
          from_stock(4, resume=True, max_steps=6, gradient_accumulation_steps=3, warmup_steps=3)),
     Move("the same with SGD and momentum",

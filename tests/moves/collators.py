@@ -15,7 +15,7 @@ from transformers import (
     default_data_collator,
 )
 
-from tests.moves import STRATEGIES, Kit, Move, Seen, padded
+from tests.moves import STRATEGIES, Drawn, Kit, Move, Seen, padded
 
 PAD = 3
 
@@ -175,7 +175,7 @@ def packed_bucket(strategies: str = "", **changes: Any) -> Callable[[Kit], Seen]
 
 
 MOVES: tuple[Move, ...] = (
-    Move("`DataCollatorForLanguageModeling(mlm=False)`", train(unlabelled, of_language_modeling())),
+    Move("`DataCollatorForLanguageModeling(mlm=False)`", Drawn("collator", "language")),
     Move(
         "`DataCollatorForLanguageModeling(mlm=False)` whose padding is the EOS token; evaluation during training",
         with_evaluation,
@@ -201,7 +201,7 @@ MOVES: tuple[Move, ...] = (
         "`DataCollatorForLanguageModeling(mlm=True)`",
         train(unlabelled, of_language_modeling(mlm=True)),
     ),
-    Move("`DataCollatorForSeq2Seq`", train(Kit.rows, lambda: DataCollatorForSeq2Seq(tokenizer()))),
+    Move("`DataCollatorForSeq2Seq`", Drawn("collator", "completions")),
     Move(
         "`DataCollatorForSeq2Seq` padding to a fixed length on the left, prompts without labels",
         train(
@@ -218,7 +218,7 @@ MOVES: tuple[Move, ...] = (
     Move("`DataCollatorWithPadding`", train(blocks, lambda: DataCollatorWithPadding(tokenizer()))),
     Move("`default_data_collator`", train(blocks, lambda: default_data_collator)),
     Move("`DefaultDataCollator`", train(blocks, DefaultDataCollator)),
-    Move("`DataCollatorWithFlattening`", train(Kit.rows, DataCollatorWithFlattening)),
+    Move("`DataCollatorWithFlattening`", Drawn("collator", "flattened")),
     Move(
         "`DataCollatorWithFlattening(separator_id=0)`",
         train(Kit.rows, lambda: DataCollatorWithFlattening(separator_id=0)),

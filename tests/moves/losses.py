@@ -7,7 +7,7 @@ from torch.nn import functional
 from transformers.models.llama import LlamaForCausalLM
 
 from tests.families import tiny_config
-from tests.moves import Kit, Move, Seen, padded
+from tests.moves import Drawn, Kit, Move, Seen, padded
 
 
 def log_probs(logits: Any, labels: Any) -> tuple[Any, Any]:
@@ -109,30 +109,6 @@ def _column_of_an_override(kit: Kit) -> Seen:
         row["weights"] = [(i * 7 % 5) / 5 for i in row["input_ids"]]
     given = {"data_collator": _with_weights} if kit.stock else {"loss_columns": ["weights"]}
     return kit.train(kit.trainer(_weighted_class(kit), args=_all_columns(kit), train_dataset=rows, **given))
-
-
-def _override(kit: Kit) -> Seen:
-    base: Any = kit.trainer_class
-
-    class Focal(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            outputs = model(**inputs)
-            loss = focal(outputs, inputs["labels"], num_items_in_batch) * self.accelerator.num_processes
-            return (loss, outputs) if return_outputs else loss
-
-    return _evaluated(kit, Focal)
-
-
-def _scaled_super(kit: Kit) -> Seen:
-    base: Any = kit.trainer_class
-
-    class Scaled(base):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            return 0.5 * super().compute_loss(model, inputs, *args, **kwargs)
-
-    return kit.train(kit.trainer(Scaled))
 
 
 def _distilled(kit: Kit) -> Seen:
@@ -248,13 +224,13 @@ def _smoothed_hook(kit: Kit) -> Seen:
 
 
 MOVES: tuple[Move, ...] = (
-    Move("focal loss as `compute_loss_func`", _function(focal)),
+    Move("focal loss as `compute_loss_func`", Drawn("loss", "focal")),
     Move("focal loss, token by token", _by_token(focal, _focal_of_tokens), ours="`token_loss=f`, on any slice of a pack"),
     Move('TRL\'s `loss_type="dft"`', _by_token(_dft, _dft_of_tokens), ours="three lines as a `token_loss`"),
     Move("token weights in a column", _weights_of_tokens, ours="`token_loss` with `loss_columns=[\"weights\"]`"),
     Move("`compute_loss_func` beside `label_smoothing_factor`, which it replaces", _function(focal, label_smoothing_factor=0.1)),
-    Move("a `compute_loss` override", _override),
-    Move("a `compute_loss` override that scales `super().compute_loss`", _scaled_super),
+    Move("a `compute_loss` override", Drawn("loss", "margin")),
+    Move("a `compute_loss` override that scales `super().compute_loss`", Drawn("loss", "scaled")),
     Move("a `compute_loss` override that reads a column", _column_of_an_override, ours="without a custom collator it is named in `loss_columns`"),
     Move("a `compute_loss` override that distils another model", _distilled),
     Move("`model.loss_function = f`", _function_of_the_model),

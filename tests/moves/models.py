@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tests.families import tiny_config
-from tests.moves import ROWS, Kit, Move, Seen
+from tests.moves import ROWS, Drawn, Kit, Move, Seen
 
 _BERT = {
     "hidden_size": 32,
@@ -136,12 +136,6 @@ def _model_init_of_another_kind(kit: Kit) -> Seen:
     return kit.train(kit.trainer(model_init=_Toy))
 
 
-def _frozen_layer(kit: Kit) -> Seen:
-    model = kit.model()
-    model.model.layers[0].requires_grad_(False)
-    return kit.train(kit.trainer(model=model))
-
-
 def _subclass(kit: Kit) -> Seen:
     model = kit.model()
     model.__class__ = type("MyModel", (type(model),), {"greeting": "hello"})
@@ -213,7 +207,7 @@ MOVES: tuple[Move, ...] = (
         ours="each row has the factors for its length; a padded batch of the stock Trainer has the factors of its longest row",
     ),
     Move("a `model_init`", _model_init, ours="its random numbers do not change the order of the rows"),
-    Move("layers frozen with `requires_grad_(False)`", _frozen_layer),
+    Move("layers frozen with `requires_grad_(False)`", Drawn("frozen", 1)),
     Move("a subclass of a causal language model", _subclass),
     Move("trained weights that no loss reaches", _never_reached, ours="no decay, no momentum, no state in checkpoints, as with torch"),
     Move("`model.config.pad_token_id` set after the model was made", _padding_named_later),

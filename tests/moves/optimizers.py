@@ -8,26 +8,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback
 from transformers.optimization import Adafactor
 
-from tests.moves import Kit, Move, Seen, with_arguments
+from tests.moves import Drawn, Kit, Move, Seen, with_arguments
 
 
 def _class_and_options(kit: Kit) -> Seen:
     return kit.train(kit.trainer(optimizer_cls_and_kwargs=(torch.optim.NAdam, {"lr": 5e-3})))
-
-
-def _own_groups(kit: Kit) -> Seen:
-    base: Any = kit.trainer_class
-
-    class Own(base):
-        def create_optimizer(self, model: Any = None) -> Any:
-            named = list(self.model.named_parameters())
-            norms = [p for name, p in named if "norm" in name]
-            rest = [p for name, p in named if "norm" not in name]
-            groups = [{"params": rest, "lr": 3e-3, "weight_decay": 0.1}, {"params": norms, "lr": 1e-2}]
-            self.optimizer = torch.optim.AdamW(groups, lr=1e-3)
-            return self.optimizer
-
-    return kit.train(kit.trainer(Own))
 
 
 def _super_and_groups(kit: Kit) -> Seen:
@@ -252,7 +237,7 @@ MOVES: tuple[Move, ...] = (
         tolerance=1e-3,  # bitsandbytes keeps, by number, what earlier runs of a process told it of a parameter
     ),
     Move("`optimizer_cls_and_kwargs`", _class_and_options),
-    Move("`create_optimizer` overridden: custom parameter groups", _own_groups),
+    Move("`create_optimizer` overridden: custom parameter groups", Drawn("override", "groups")),
     Move("`create_optimizer` overridden: calls `super()` and regroups", _super_and_groups),
     Move("`optimizers=(AdamW(model.parameters()), None)`", _object),
     Move("`optimizers=(optimizer, scheduler)`", _object_and_scheduler),
