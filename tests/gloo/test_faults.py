@@ -49,12 +49,23 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
+from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
+from hf_hotspa.costs.terms import Cost
+from hf_hotspa.data.collator import RowCollator
 from hf_hotspa.engine import engine as engine_module
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.faults import OutOfMemory, fewest_tokens, largest_packs, record, warn_of_known
+from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PhaseMemoryError
+from hf_hotspa.model.replica import Replica
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.backends import BACKENDS
+from hf_hotspa.strategy import Strategy, parse_buckets
+from hf_hotspa.trainer import run_plan
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo.test_preemption import evaluate_every
@@ -79,13 +90,6 @@ RUN = {"max_steps": 4, "hotspa_max_failed_saves": 0, "logging_steps": 2}
 
 def target_of(phase):
     """`(class, method)` that runs in a phase."""
-    from hf_hotspa.checkpoint.format.disk import Disk
-    from hf_hotspa.data.collator import RowCollator
-    from hf_hotspa.engine.engine import HotSPaEngine
-    from hf_hotspa.engine.phase import PhaseRunner
-    from hf_hotspa.parallel.agreement import Agreement
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     return {
         "data": (RowCollator, "__call__"),
         "agreement": (Agreement, "check"),
@@ -283,8 +287,6 @@ def test_every_fault_in_every_phase(kind, phase, victim, reference):
 
 def short_of_memory(rank, world, folder, options):
     """A pack of 40 tokens or more is too much for one rank."""
-    from hf_hotspa.model.replica import Replica
-
     forward = Replica.forward
 
     def limited(self, micro_batch, hidden, scale, *more):
@@ -309,9 +311,6 @@ def short_of_memory(rank, world, folder, options):
 
 
 def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
-    from hf_hotspa.engine.faults import fewest_tokens, largest_packs, warn_of_known
-    from hf_hotspa.strategy import Strategy, parse_buckets
-
     options = {"hotspa_strategies": "dp2:16@32,tp2:60", "ddp_timeout": TIMEOUT_S, "save_strategy": "no"}
     outcomes = run_ranks(2, short_of_memory, str(tmp_path), options, expect_failure=True)
     [entry] = json.loads((tmp_path / FILE).read_text())["entries"]
@@ -348,8 +347,6 @@ def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
 
 def short_of_memory_in_an_evaluation(rank, world, folder):
     """`evaluate()` without a `train()` around it."""
-    from hf_hotspa.model.replica import Replica
-
     forward = Replica.forward
 
     def limited(self, *args):
@@ -372,9 +369,6 @@ def test_an_evaluation_that_runs_out_of_memory_leaves_a_note_too(tmp_path):
 
 def auto_pool(rank, world, folder):
     """The buckets that auto chooses, and chooses after dp2 ran out of memory with 60 tokens, and tp2 at its load."""
-    from hf_hotspa.costs.terms import Cost
-    from hf_hotspa.engine.faults import OutOfMemory, record
-    from hf_hotspa.trainer import run_plan
     from tests.calibrations import made_calibration
 
     model = tiny_model("qwen3_qk_norm_tied")

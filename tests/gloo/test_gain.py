@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from hf_hotspa.costs.terms import Cost, Hop
+from hf_hotspa.errors import HotspaError
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import verdict
+from hf_hotspa.trainer import gain as module
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.gain import measure_gain
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.calibrations import made_calibration
 from tests.families import tiny_model
 from tests.gloo.test_auto import LIMITED, data_of
@@ -21,9 +26,6 @@ FAMILY = "llama_gqa_bias"
 
 
 def make_trainer(folder, strategies, rows=None, dtype=torch.float32, **options):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     model = tiny_model(FAMILY, dtype)
     settings = {
         "max_steps": 2, "logging_steps": 1, "hotspa_mini_batch_size": 8, "hotspa_strategies": strategies,
@@ -36,8 +38,6 @@ def make_trainer(folder, strategies, rows=None, dtype=torch.float32, **options):
 
 def train_twice(folder, measured, **options):
     """Weights, optimizer state, random state and state of the strategies after two trainings, with a measurement between."""
-    from hf_hotspa.trainer.gain import measure_gain
-
     rows = data_of(2, tiny_model(FAMILY).config.vocab_size)
     trainer = make_trainer(folder, "auto", rows, torch.float64, **options)
     trainer.train()
@@ -81,8 +81,6 @@ def test_training_goes_on_bit_by_bit_as_if_nothing_had_been_measured(tmp_path):
 
 
 def of_given_strategies(rank, world_size, folder):
-    from hf_hotspa.trainer import gain as module
-
     trainer = make_trainer(folder, "dp2:16@32,tp2:48", hotspa_overlong="truncate")
     trainer.train()
     trainer.save_model(folder)  # by the main process alone: its config has fields now that the others' have not
@@ -133,9 +131,6 @@ def test_sides_take_turns_on_the_same_rows_and_the_report_has_the_answer(tmp_pat
 
 
 def refused(rank, world_size, folder):
-    from hf_hotspa.errors import HotspaError
-    from hf_hotspa.trainer.gain import measure_gain
-
     said = []
     for strategies, steps in (("dp2:16@32,tp2:60", 0), ("auto", 1)):
         try:
@@ -154,8 +149,6 @@ def test_what_cannot_be_measured(tmp_path):
 
 
 def beside_cp(rank, world_size, folder):
-    from hf_hotspa.trainer.gain import measure_gain
-
     trainer = make_trainer(folder, "dp2:16@32,cp2:60")
     trainer.train()
     return measure_gain(trainer, steps=1)

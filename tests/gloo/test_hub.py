@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import trainer as stock
 
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
@@ -57,8 +58,6 @@ class Hub:
 
 def pushing_run(rank, world, folder, case):
     """`(uploads, warnings)` of a run of three steps, of which each is saved, and its weights after the last one."""
-    from transformers import trainer as stock
-
     options = {**RUN, **CASES[case]}
     hub = stock.hf_api = Hub(rank, broken=case == "no network")
     warnings = []

@@ -9,10 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_hotspa.checkpoint.model_files import export
+from hf_hotspa.engine.loading import load_weights, open_model
+from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -48,8 +54,6 @@ def first_step(engine, vocab_size):
 
 
 def both_ways(rank, world_size, root, buckets, families):
-    from hf_hotspa.engine.loading import open_model
-
     for family in families:
         folder = Path(root) / family
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -81,8 +85,6 @@ def test_weights_and_first_loss_are_those_of_the_model_itself(world_size, famili
 
 
 def damaged_on_one_rank(rank, world_size, good, bad):
-    from hf_hotspa.engine.loading import open_model
-
     folder = Path(bad) if rank == 1 else Path(good)
     make_engine(open_model(Path(good)), "dp2:60", weights=folder)
 
@@ -112,9 +114,6 @@ def test_what_one_rank_finds_wrong_all_raise(family, text, folders, tmp_path):
 
 
 def make_trainer(model, output, world_size, vocab_size, **options):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     common = {
         "output_dir": output, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 3,
         "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1, "seed": 7,
@@ -189,8 +188,6 @@ def test_a_run_is_the_same_to_the_last_bit(world_size, family, folders, tmp_path
 
 def odd_ends(rank, world_size, folder, output):
     """What happens around a model without weights."""
-    from transformers import AutoConfig
-
     vocab_size = AutoConfig.from_pretrained(folder).vocab_size
     trainer = make_trainer(None, output, world_size, vocab_size, hotspa_model_path=folder, save_strategy="no")
     trainer.save_model(f"{output}/before")
@@ -236,8 +233,6 @@ def test_before_and_after_training(folders, tmp_path):
 
 
 def given_twice(rank, world_size, folder, output):
-    from transformers import AutoConfig
-
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     for given, path, text in [
@@ -314,11 +309,6 @@ def peak_of_loading(rank, world_size, folder, small):
     tensor as the files have it (2 bytes * its elements, in bf16).
     """
     import torch.distributed as dist
-
-    from hf_hotspa.engine.loading import load_weights, open_model
-    from hf_hotspa.engine.master import MasterStore
-    from hf_hotspa.model.specs import describe_model
-    from hf_hotspa.parallel.agreement import Agreement
 
     def load(path):
         model = open_model(Path(path))

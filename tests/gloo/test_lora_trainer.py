@@ -13,6 +13,8 @@ from transformers import TrainingArguments
 from hf_hotspa.checkpoint.format.manifest import read_manifest
 from hf_hotspa.checkpoint.model_files import export
 from hf_hotspa.errors import ResumeError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, _pad, dataset_rows
 from tests.harness import run_ranks
@@ -40,9 +42,6 @@ def stock_run(rank, world_size, family, dtype, output_dir):
 
 
 def hotspa_run(rank, world_size, family, dtype, output_dir):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     model = tiny_lora(family, dtype)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     args = HotSPaTrainingArguments(
@@ -151,9 +150,6 @@ def test_an_adapter_goes_on_in_another_layout(world, tmp_path):
 
 def best_and_auto(rank, world, folder):
     """Strategies chosen by what the machine measures, evaluation, and the best model at the end."""
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     model = tiny_lora("llama_gqa_bias")
     rows = dataset_rows(model.config.vocab_size)
     args = HotSPaTrainingArguments(

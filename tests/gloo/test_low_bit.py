@@ -15,6 +15,8 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import ResumeError, UnsupportedError
 from hf_hotspa.features.low_bit_optimizers.adoption import adopt
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo.test_resume import train_without_steps
@@ -201,9 +203,6 @@ def stock_losses(
     folder: Path, optim: str, ours: bool, model: Any = MODEL, checkpoint: str | None = None, **changes: Any
 ) -> list[float]:
     """The losses of steps of four rows, in order, on the plain model in one process."""
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     options: dict[str, Any] = {
         "output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": LONG,
         "logging_steps": 1, "learning_rate": 1e-3, "weight_decay": 0.1, "optim": optim, "save_strategy": "no",

@@ -6,6 +6,9 @@ import math
 import pytest
 import torch
 
+from hf_hotspa.errors import DataError, NonFiniteError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows, reference_step
@@ -27,8 +30,6 @@ def poisoned(model, at=7, num_rows=12):
 
 
 def named_world(rank, world_size):
-    from hf_hotspa.errors import NonFiniteError
-
     model = tiny_model("llama_gqa_bias")
     rows = poisoned(model)
     engine = make_engine(model, BUCKETS)
@@ -53,10 +54,6 @@ def test_the_error_names_parameter_strategy_pack_and_rows():
 
 def skip_world(rank, world_size, folder, limit, poisoned_steps):
     """Six mini-batches of 4 rows in order; those of `poisoned_steps` hold a row that makes the loss infinite."""
-    from hf_hotspa.errors import NonFiniteError
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     model = tiny_model("llama_gqa_bias")
     rows = random_rows(24, 150, longest=60, seed=3, masked=False)
     for step in poisoned_steps:
@@ -128,10 +125,6 @@ def test_packs_without_labels_weigh_nothing():
 
 def one_rank_without_labels(rank, world_size, folder, limit):
     """Each rank averages over its own labels; rank 1 has none in the second mini-batch."""
-    from hf_hotspa.errors import DataError
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     rows = random_rows(12, 150, longest=60, seed=3, masked=False)
     for row in rows[6:8]:
         row["labels"] = [-100] * len(row["labels"])

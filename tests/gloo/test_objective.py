@@ -10,6 +10,9 @@ import torch
 from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.features.dropout.dropout import EmbeddingNoise
+from hf_hotspa.features.dropout.mode import Noise
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
@@ -68,10 +71,6 @@ def test_label_smoothing_is_exact_over_a_cut_vocabulary():
 
 
 def noise_world(rank, world_size):
-    from hf_hotspa.data.collator import MicroBatch
-    from hf_hotspa.features.dropout.dropout import EmbeddingNoise
-    from hf_hotspa.features.dropout.mode import Noise
-
     model = tiny_model("llama_gqa_bias", torch.float64)
     rows = [row for row in random_rows(14, model.config.vocab_size, longest=60, seed=5) if row["input_ids"]]
     drawn = EmbeddingNoise(ALPHA, SEED)

@@ -11,6 +11,8 @@ from transformers import TrainingArguments
 
 from hf_hotspa.errors import ResumeError
 from hf_hotspa.model.packed_layer import stored_tensors
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, _pad, dataset_rows
 from tests.harness import run_ranks
 from tests.lora import trained
@@ -39,9 +41,6 @@ def stock_run(rank, world_size, output_dir):
 
 
 def hotspa_run(rank, world_size, output_dir, strategies):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     model = tiny_qlora(FAMILY, model=WIDE)
     before = {name: t.clone() for name, t in stored_tensors(model) if "lora" not in name}
     args = HotSPaTrainingArguments(
@@ -139,9 +138,6 @@ def test_sft_and_dpo_are_trl_under_ddp(world, tmp_path):
 
 def auto_run(rank, world, folder):
     """Strategies chosen by what the machine measures, without a flag."""
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     model = tiny_qlora(FAMILY, model=WIDE)
     rows = dataset_rows(model.config.vocab_size)
     args = HotSPaTrainingArguments(

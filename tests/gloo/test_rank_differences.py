@@ -9,6 +9,8 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from hf_hotspa.model.model_check import weights_digest
+from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
+from hf_hotspa.trainer.same_run import ARGUMENTS_MAY_DIFFER, MAY_DIFFER
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -71,8 +73,6 @@ class Drawn(Dataset):
 
 
 def trained(rank, folder, differs):
-    from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
-
     class Own(HotSPaTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -105,8 +105,6 @@ def both(rank, world_size, folder):
 
 
 def test_what_may_differ_changes_nothing(tmp_path):
-    from hf_hotspa.trainer.same_run import ARGUMENTS_MAY_DIFFER
-
     assert {*FIELDS, "local_rank"} == set(ARGUMENTS_MAY_DIFFER)
     model = tiny_model("llama_gqa_bias")
     for place in ("here", "there"):
@@ -117,8 +115,6 @@ def test_what_may_differ_changes_nothing(tmp_path):
 
 
 def test_the_page_lists_what_may_differ():
-    from hf_hotspa.trainer.same_run import ARGUMENTS_MAY_DIFFER, MAY_DIFFER
-
     page = (Path(__file__).resolve().parents[2] / "docs" / "several-machines.md").read_text()
     table = page.partition("| what | why |\n|---|---|\n")[2].partition("\n\n")[0]
     rows = [f"| `{name}` | {why} |" for name, why in ARGUMENTS_MAY_DIFFER.items()]

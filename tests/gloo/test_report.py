@@ -8,6 +8,8 @@ from transformers import TrainerCallback
 
 from hf_hotspa.report import MEASURES
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -18,9 +20,6 @@ STEPS = 5
 
 
 def train(folder, callbacks=(), **options):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     model = tiny_model("llama_gqa_bias")
     settings = {
         "max_steps": STEPS, "logging_steps": 1, "hotspa_mini_batch_size": 8, "hotspa_strategies": "dp2:16@32,tp2:60",

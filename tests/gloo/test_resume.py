@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_hotspa.checkpoint.format.manifest import WEIGHT, read_manifest, verify
+from hf_hotspa.checkpoint.format.manifest import MANIFEST, WEIGHT, read_manifest, verify
+from hf_hotspa.checkpoint.model_files import export
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
+from hf_hotspa.layout import vector as vector_module
 from hf_hotspa.trainer.resuming import Resumption, load_scheduler
 from tests.checkpoints import memory_folder
 from tests.families import MIXTURE
@@ -218,8 +220,6 @@ def test_another_layout_goes_on_from_the_same_bits(saved, world, tmp_path):
 
 def test_another_storage_order_is_read(tmp_path, monkeypatch):
     """The plan of transformers, which says what dim is outermost, may change: the whole parameter is turned around."""
-    from hf_hotspa.layout import vector as vector_module
-
     losses = train(make_trainer(str(tmp_path / "a"), 1))
     original = vector_module.build_vector
 
@@ -488,8 +488,6 @@ def as_format_1(path):
     """The same checkpoint as earlier versions wrote it: our files at the root, configs in `model/`, no model files."""
     from dataclasses import replace
 
-    from hf_hotspa.checkpoint.format.manifest import MANIFEST
-
     manifest, files = read_manifest(path), []
     configs = dict(manifest.model_files())
     (path / "model").mkdir()
@@ -506,10 +504,6 @@ def as_format_1(path):
 
 
 def test_checkpoints_of_earlier_versions_go_on_and_are_exported(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    from hf_hotspa.checkpoint.model_files import export
-
     losses = train(make_trainer(str(tmp_path / "a"), 1, max_steps=4))
     expected = whole_state(tmp_path / "a" / "checkpoint-2")
     as_format_1(tmp_path / "a" / "checkpoint-2")
@@ -541,8 +535,6 @@ def test_every_rank_raises(saved, tmp_path):
 
 def written_anew(checkpoint, folder, change=None):
     """A copy of a checkpoint whose weights `save_pretrained` has cut into small files, perhaps with a change of one of them."""
-    from transformers import AutoModelForCausalLM
-
     path = folder / checkpoint.name
     shutil.copytree(checkpoint, path)
     AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(folder / "other", max_shard_size=20_000)

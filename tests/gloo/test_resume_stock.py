@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from hf_hotspa.checkpoint import model_files
 from hf_hotspa.checkpoint.format.manifest import read_manifest, verify
 from hf_hotspa.checkpoint.model_files import export
 from hf_hotspa.checkpoint.stock import StockCheckpoint, _epochs, is_stock
@@ -261,8 +262,6 @@ def test_a_model_in_bf16_is_saved_in_bf16(background, tmp_path):
 
 
 def small_files(rank, world, folder, options):
-    from hf_hotspa.checkpoint import model_files
-
     original = model_files.named_shards
 
     def smaller(entries, limit, adapted=False):

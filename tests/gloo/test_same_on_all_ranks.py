@@ -12,6 +12,8 @@ from transformers import TrainerCallback
 
 from hf_hotspa import versions
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
@@ -81,9 +83,6 @@ class ChangesRate(TrainerCallback):
 
 def differing(rank, folder, name):
     """Builds a trainer of which something differs on rank 1, and trains."""
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     odd = rank == ODD
     torch.manual_seed(0)
     model, rows, given, options = tiny_model("llama_gqa_bias", num_hidden_layers=3), make_rows(), {}, {}
@@ -178,9 +177,6 @@ def test_a_difference_between_ranks_is_named(tmp_path):
 
 
 def cropped(rank, world_size, folder):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     options = {
         **COMMON,
         "hotspa_strategies": "dp2:16@32,tp2:60@64",
@@ -202,9 +198,6 @@ def test_rows_drawn_by_each_rank_are_fine(tmp_path):
 
 def other_releases(rank, world_size, folder):
     """What is said where rank 1 has another release of a library: by the Trainer's constructor, and by an engine without one."""
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     arguments = HotSPaTrainingArguments(output_dir=folder, **COMMON | {"hotspa_strategies": "dp3:64"})
     real = versions.version_of
     plain, lora, messages = tiny_model("llama_gqa_bias"), tiny_lora("llama_gqa_bias"), {}

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from hf_hotspa.errors import HotspaError
 from hf_hotspa.features.slow_devices.flexible_linear import flexible_works
 from hf_hotspa.reporting.run_log import read_run_log
 from tests.families import tiny_model
@@ -162,8 +163,6 @@ def test_balance_gives_slow_replicas_less_and_goes_on_bit_for_bit(tmp_path):
 
 
 def refused(rank, world_size, folder):
-    from hf_hotspa.errors import HotspaError
-
     found = []
     for number, options in enumerate(
         (

@@ -14,8 +14,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from hf_hotspa.errors import HotspaError
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import MIXTURE, tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
@@ -382,8 +385,6 @@ def test_the_cases_mix_every_kind_of_strategy():
 
 def run(case, cls, folder, world_size):
     """Losses of steps, logs, predictions, weights, and what else is seen."""
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-
     model = tiny_model(case.family, torch.float64)
     rows = random_rows(26, model.config.vocab_size, longest=LONGEST, seed=5)
     arguments = {**COMMON, **case.arguments, "output_dir": folder}
@@ -454,9 +455,6 @@ def cases_of(kind, world_size):
 
 
 def both(rank, world_size, kind, folder):
-    from hf_hotspa.errors import HotspaError
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     fetched_in_double()
     found = {}
     for name, case in cases_of(kind, world_size).items():

@@ -7,8 +7,11 @@ import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
@@ -54,8 +57,6 @@ def make_stream(kind):
 
 def with_empty_rows(rank, world_size, folder, stream):
     """The losses, and how many rows were left out of each mini-batch."""
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
     from tests.unit.test_prepare import byte_tokenizer
 
     tokenizer = byte_tokenizer()
@@ -116,9 +117,6 @@ def both_runs(rank, world_size, folder):
 
 
 def hot_trainer(folder, world_size, stream, **options):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     strategies = "dp2:16@32,tp2:60@64" if world_size == 2 else "dp1:60@64"
     given = {name: options.pop(name) for name in ("processing_class", "data_collator") if name in options}
     args = HotSPaTrainingArguments(
@@ -330,8 +328,6 @@ BAD = {
 
 
 def bad_streams(rank, world_size, folder):
-    from hf_hotspa.errors import HotspaError
-
     messages = {}
     for kind in BAD:
         try:
@@ -351,7 +347,6 @@ def test_a_bad_stream_is_an_error_on_every_rank(tmp_path):
 
 def text_stream(rank, world_size, folder):
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "def": 2, "return": 3, "x": 4}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
 from tests.families import tiny_model
 from tests.harness import run_ranks
@@ -149,8 +150,6 @@ def test_calls_of_the_model_object_see_the_current_weights():
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}])
 def test_options_of_a_loss_are_refused(options):
-    from hf_hotspa.strategy import parse_buckets
-
     with pytest.raises(UnsupportedError, match="label_smoothing in a switched model"):
         SwitchedModel(tiny_model(FAMILY), parse_buckets("dp1:64@96"), EngineOptions(**options))
 
@@ -170,6 +169,4 @@ def test_states_are_those_of_the_model():
 
 
 def _one():
-    from hf_hotspa.strategy import parse_buckets
-
     return parse_buckets("dp1:64@96")

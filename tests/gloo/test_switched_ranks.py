@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_hotspa.errors import HotspaError, PeerError, TokenRangeError, UnsupportedError
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.passes import Documents, TapedReplica
 from tests.families import tiny_model
@@ -367,8 +368,6 @@ def too_many_logits(rank, world_size):
 
 
 def _model_buckets():
-    from hf_hotspa.strategy import parse_buckets
-
     return parse_buckets(BUCKETS)
 
 

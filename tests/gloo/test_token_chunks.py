@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import StrategyError, UnsupportedError
+from hf_hotspa.features.dropout.dropout import EmbeddingNoise
 from hf_hotspa.features.dropout.mode import Noise
 from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.model.replica import Replica
@@ -140,9 +142,6 @@ def objectives(rank, world_size):
 
 
 def noisy(model, rows):
-    from hf_hotspa.data.collator import MicroBatch
-    from hf_hotspa.features.dropout.dropout import EmbeddingNoise
-
     drawn, empty = EmbeddingNoise(objective.ALPHA, objective.SEED), torch.empty(0)
     drawn.step = objective.STEP
 

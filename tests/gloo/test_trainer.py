@@ -8,6 +8,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hotspa.strategy import parse_buckets
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
@@ -81,9 +83,6 @@ def stock_run(rank, world_size, family, dtype, output_dir, steps):
 
 
 def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, steps):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     losses, phases = [], set()
 
     class Recorder(TrainerCallback):
@@ -188,9 +187,6 @@ def test_many_steps_equal_the_stock_trainer(run, steps, tmp_path):
 
 
 def calls_after_training(rank, world_size, output_dir):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     model = tiny_model("llama_gqa_bias")
     args = HotSPaTrainingArguments(
         output_dir=output_dir, hotspa_strategies="dp2:16@32,tp2:60@64", **{**COMMON, **changes(torch.float32, 2)}

@@ -9,8 +9,12 @@ import math
 import pytest
 import torch
 from transformers import SchedulerType, Trainer, TrainingArguments
+from transformers import trainer as stock
 
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.given_arguments import recompute_argument
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
@@ -119,9 +123,6 @@ def stock_runs(rank, world_size, kind, folder):
 
 
 def hot_runs(rank, world_size, kind, folder):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     def make(model, rows, options, more):
         strategies = "dp2:16@32,tp2:60@64" if world_size == 2 else "dp1:60@64"
         args = HotSPaTrainingArguments(
@@ -170,9 +171,6 @@ def test_a_setting_does_what_it_does_in_the_stock_trainer(kind, world_size, tmp_
 
 
 def bf16_run(rank, world_size, folder):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     losses = {}
     for bf16 in (False, True):
         model = tiny_model("llama_gqa_bias")
@@ -201,9 +199,6 @@ def test_bf16_follows_fp32(tmp_path):
 def hub_run(rank, world_size, folder, fails):
     import types
 
-    from transformers import trainer as stock
-
-    from hf_hotspa.errors import HotspaError
     from tests.gloo.test_evaluate import hot_trainer
 
     pushed = []

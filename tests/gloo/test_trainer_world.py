@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from hf_hotspa.cli import main
 from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import FAMILIES, tiny_model
 from tests.gloo.test_examples_run import run_script
 from tests.harness import run_ranks
@@ -24,9 +27,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def train_and_save(rank, world_size, family, folder):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     model = tiny_model(family)
     args = HotSPaTrainingArguments(
         output_dir=folder, use_cpu=True, max_steps=3, logging_steps=1, hotspa_mini_batch_size=8, disable_tqdm=True,
@@ -128,8 +128,6 @@ def model_and_rows(tmp_path):
 
 
 def command_of_ranks(rank, world_size, arguments, log):
-    from hf_hotspa.cli import main
-
     with open(log if rank == 0 else os.devnull, "w") as out, contextlib.redirect_stdout(out):
         return main(arguments)
 
@@ -183,7 +181,6 @@ def test_hf_hotspa_train_in_one_process(tmp_path, model_and_rows):
 
 def make_tokenizer(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "def": 2, "return": 3, "x": 4}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -6,6 +6,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -25,9 +28,6 @@ class At(TrainerCallback):
 
 
 def trainer_of(folder, *callbacks, **changes):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     rows = random_rows(20, 163, longest=60, seed=3)
     args = HotSPaTrainingArguments(
         **{
@@ -41,8 +41,6 @@ def trainer_of(folder, *callbacks, **changes):
 
 
 def look_in_a_step(rank, world_size, folder):
-    from hf_hotspa.errors import HotspaError
-
     def first(model):
         return next(model.parameters())
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.lora import tiny_lora
 from tests.oracle import random_rows
@@ -26,9 +28,6 @@ SETTINGS: dict[str, Any] = {
 
 
 def trainer_of(folder: Any, model: Any, **changes: Any) -> Any:
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     own = {"hotspa_strategies": "dp1:64@128", "hotspa_report": False}
     args = HotSPaTrainingArguments(output_dir=str(folder), **{**SETTINGS, **own, **changes})
     return HotSPaTrainer(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS[:6])
@@ -185,8 +184,6 @@ def test_a_model_of_a_folder_has_no_weights_until_they_are_asked_for(tmp_path: A
 
 
 def test_an_error_in_training_leaves_the_weights_of_the_last_step(tmp_path: Any) -> None:
-    from transformers import TrainerCallback
-
     class Stops(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:

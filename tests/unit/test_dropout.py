@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.dropout.dropout import DropoutMasks, KeyedDropout, feature_keys, kept, token_keys
+from hf_hotspa.features.dropout.dropout import DropoutMasks, KeyedDropout, _key, feature_keys, kept, token_keys
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import BLOCK_ELEMENTS, AttentionDropout, PackedSequences, Scores, explicit_attention
 from tests.families import tiny_model
@@ -56,8 +56,6 @@ def test_the_hash_is_the_documented_one():
     """32-bit and 64-bit products wrap around in torch as they do in the definition."""
     golden = 0x9E3779B97F4A7C15
     low, high = feature_keys("m", torch.arange(5))
-    from hf_hotspa.features.dropout.dropout import _key
-
     for index in range(5):
         expected = _plain_mix(_key("m") + index * golden)
         assert (int(low[index]) & 0xFFFFFFFF, int(high[index]) & 0xFFFFFFFF) == (expected & 0xFFFFFFFF, expected >> 32)

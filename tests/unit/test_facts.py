@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_hotspa.data.prepare import load_source
 from hf_hotspa.model.specs import describe_model
@@ -89,8 +89,6 @@ def test_operations_of_a_model_by_hand():
 
 
 def test_layers_that_see_a_window_have_no_squares():
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
     config = Gemma3TextConfig(
         num_hidden_layers=6, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
         vocab_size=32,

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_hotspa import versions
+from hf_hotspa.cli import main
 from hf_hotspa.data.prepare import tokenize_rows
 from hf_hotspa.rows.light_tokenizer import LightTokenizer
 from tests.chat_templates import CASES, tokenizer_for
@@ -69,8 +70,6 @@ def test_the_question_is_answered_without_torch(folder: Path) -> None:
 
 
 def test_lengths_are_those_that_training_sees(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from hf_hotspa.cli import main
-
     words = ["lengths", "--dataset", "chats.jsonl", "--tokenizer", "chat"]
     done = light(folder, *words)
     assert done.returncode == 0, done.stderr

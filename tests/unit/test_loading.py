@@ -13,6 +13,8 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hf_hotspa.engine.loading import SavedModel, has_weights, load_weights, open_model
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, ModelError, UnsupportedError
+from hf_hotspa.model import model_check
+from hf_hotspa.model.model_check import check_model
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.model.weight_files import INDEX, WEIGHTS, WeightFiles
@@ -263,8 +265,6 @@ def test_configs_that_are_refused(change, error, text, tmp_path):
 
 
 def test_a_model_of_ones_own_buffers_on_meta_is_refused(tmp_path):
-    from hf_hotspa.model.model_check import check_model
-
     folder = saved(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -275,7 +275,6 @@ def test_a_model_of_ones_own_buffers_on_meta_is_refused(tmp_path):
 
 
 def test_a_model_in_memory_is_read_for_its_digest_once_when_the_engine_starts(tmp_path, monkeypatch):
-    from hf_hotspa.model import model_check
     from tests.training_runs import make_trainer
 
     trainer = make_trainer(str(tmp_path), 1)

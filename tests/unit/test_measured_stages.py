@@ -13,6 +13,7 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import stage_of_unit, strategy_layout
 from hf_hotspa.layout.stages import StageCosts, nested_orders
 from hf_hotspa.model.specs import describe_model
+from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy
 from tests.calibrations import made_calibration
 from tests.families import tiny_model
@@ -82,8 +83,6 @@ def test_orders_of_shards_follow_the_cut() -> None:
 
 
 def test_a_plan_with_a_calibration_cuts_as_training_does(tmp_path: object) -> None:
-    from hf_hotspa.search.setup import Setup
-
     model = tiny_model(FAMILY)
     calibration = made_calibration(model, 2, {1: Cost(b=1e-6), 2: Cost(b=6e-7)}, hop=Hop(1e-5, 1e-9))
     calibration.save(f"{tmp_path}/calibration.json")

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_hotspa.cli import main
+from hf_hotspa.costs.model_config import _PRESETS
 from hf_hotspa.search.histogram import KIND, Counts, load_counts
 
 MACHINE = ["--nodes", "1x8", "--hardware", "a800-80g", "--mini-batch", "32", "--max-buckets", "2"]
@@ -64,8 +65,6 @@ def test_lengths_of_a_data_set_and_the_plan_for_them(
 def test_the_tokenizer_is_that_of_the_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, texts: str, tokenizer: str
 ) -> None:
-    from hf_hotspa.costs.model_config import _PRESETS
-
     (Path(tokenizer) / "config.json").write_text((_PRESETS / "llama2-7b.json").read_text())
     assert plan(capsys, "--dataset", texts, model=tokenizer)["lengths"]["longest"] == 701
     args = ["plan", "--model", "llama2-7b", *MACHINE, "--dataset", texts]

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.rate_limit import IN, OUT, DevicePorts, NodePorts, RateLimitedTransport  # type: ignore[import-not-found]
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.engine.executor import SwitchExecutor
 from hf_hotspa.errors import HotspaConfigError, TransferError
 from tests.loopback import LoopbackHub
 from tests.switch_cases import check_rank, clone, load_case
@@ -96,8 +97,6 @@ def test_starts_queue_and_idle_time_is_not_saved_up() -> None:
 
 
 def test_a_switch_over_slow_links_is_the_same_switch() -> None:
-    from hf_hotspa.engine.executor import SwitchExecutor
-
     case = load_case(7, "master", 4)
     hub, targets = LoopbackHub(4), clone(case.targets)
     transports, _ = world(hub, 1e3)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, PreTrainedTokenizerFast
 
 from hf_hotspa.cli import main
 from hf_hotspa.commands import own_launcher
@@ -34,7 +34,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def folder(tmp_path_factory):
     """A model with a tokenizer, rows that can be trained, and rows that cannot."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     found = tmp_path_factory.mktemp("train")
     core = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "a": 2}, unk_token="<unk>"))
