@@ -75,23 +75,6 @@ def test_hot_switched_gradients_equal_those_of_peft():
     check(run_ranks(4, one_step_errors, cases, timeout=280), len(cases))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("schedule", ["own", "gpipe", "1f1b"])
-def test_every_schedule_and_overlap(schedule, overlap):
-    options = {
-        "pipeline_schedule": schedule,
-        "overlap_load": overlap,
-        "overlap_return": overlap,
-        "second_source": overlap,
-    }
-    cases = []
-    for name, (family, pool, lora) in CASES.items():
-        pool = pool.replace("+ck7", "") if schedule == "gpipe" else pool  # which refuses chunks in a pipeline
-        cases.append((name, (family, pool, lora), options))
-    check(run_ranks(4, one_step_errors, cases, timeout=300), len(cases))
-
-
 def mixed_dtypes(rank, world_size):
     """A bf16 base with an fp32 adapter, which is what get_peft_model makes of a bf16 model."""
     model = tiny_lora("llama_gqa_bias", torch.bfloat16)

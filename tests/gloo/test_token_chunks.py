@@ -18,7 +18,6 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
-from tests.family_sweep import gradient_errors
 from tests.gloo import test_dropout as dropout
 from tests.gloo import test_lora as lora
 from tests.gloo import test_objective as objective
@@ -27,7 +26,7 @@ from tests.gloo.test_exact import check, rank_errors
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import exact_in_double, random_rows, relative_error
-from tests.tiny_families import planned_families, tiny_model_of
+from tests.tiny_families import tiny_model_of
 from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
@@ -35,36 +34,6 @@ pytestmark = pytest.mark.gloo
 LOSS = {"loss_chunk_tokens": 7}
 OVERLAP = {"overlap_load": True, "overlap_return": True}
 HOT = "dp4+ck1+kg1:4@24,dp2tp2+sp+ck7+kh:14@32,tp2pp2+rc+ck11:40@50,pp4+ck6:52@64,tp4+ck13:60@64"
-
-
-def errors_of_family(rank, world_size, family):
-    """The worst error of a family in chunks; None where it is refused."""
-    model = tiny_model_of(family)
-    if describe_model(model).shape.ck_unsupported_reason:
-        with pytest.raises(StrategyError, match=r"computed in chunks \(\+ck\)"):
-            make_engine(model, "dp1+ck4:30@40")
-        return None
-    rows = random_rows(6, 163, longest=30, seed=2)
-    loss, gradients = shared_reference(model, rows)
-    engine = make_engine(model, "dp1+ck4:8@16,dp1+ck7:30@40")
-    with exact_in_double(torch.float64):
-        report = engine.forward_backward(make_mini_batch(engine, rows))
-    errors = gradient_errors(engine.full_gradients(), gradients)
-    engine.close()
-    return max(abs(report.loss - loss) / loss, *errors.values())
-
-
-def families_in_chunks(rank, world_size, families):
-    return {family: errors_of_family(rank, world_size, family) for family in families}
-
-
-@pytest.mark.slow
-def test_every_planned_family_is_exact_or_refused_by_name():
-    families = [family for family in planned_families() if family != "phimoe"]  # its router draws random numbers
-    (found,) = run_ranks(1, families_in_chunks, families, timeout=600)
-    exact = [family for family, error in found.items() if error is not None]
-    assert len(exact) >= 70
-    assert {family: found[family] for family in exact if found[family] > 1e-11} == {}
 
 
 def family_errors(rank, world_size, family):
