@@ -1,6 +1,5 @@
 """`make test-gpu` passes when every part that could run did and passed, and fails in each way in which one did not."""
 
-import json
 import subprocess
 import sys
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.contract.layers import ROOT
-from tests.gpu_check import GpuCheck, part_name, short_name
+from tests.gpu_check import GpuCheck, part_name
 from tests.gpu_machine import CPU, HOST, NO_GPU, OWN, SHARED, TITLES, Machine, setup_of
-from tests.gpu_page import BEGIN, END, LIMITS, README, STATUS, block, limits_with, read, readme_with, status, with_run
+from tests.gpu_page import LIMITS, README, STATUS, block, read, status
 from tests.gpu_parts import PARTS, held_bytes
 
 NAMES = [part_name(name) for name in PARTS]
@@ -83,11 +82,6 @@ def test_what_a_machine_cannot_run_is_counted_as_nothing() -> None:
     assert "engine_on_gpu: bf16" not in check.results
 
 
-def test_names() -> None:
-    assert short_name("tests/gpu/test_parts_on_gpu.py::test_part[exact]") == "part exact"
-    assert short_name("tests/gpu/test_engine_on_gpu.py::test_heads[x]") == "engine_on_gpu: heads[x]"
-
-
 def run_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.gpu", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -158,29 +152,6 @@ def test_the_status_promises_nothing_that_did_not_pass() -> None:
     own = status({OWN: made_up(OWN)})
     assert "no multi-GPU figures" not in own
     assert all(line.startswith(STATUS) for line in (nothing, shared, own))
-
-
-def test_the_table_has_a_word_for_each_part_and_kind() -> None:
-    runs = {SHARED: made_up(SHARED, "failed", auto="failed"), CPU: made_up(CPU)}
-    rows = {
-        line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:]
-        for line in block(runs).splitlines()
-        if line.startswith("|")
-    }
-    assert rows[PARTS["auto"].title] == ["not run", "failed", "not run", "passed"]
-    assert rows[PARTS["exact"].title] == ["not run", "passed", "not run", "passed"]
-    assert limits_with(f"a{BEGIN}old{END}b", runs) == f"a{block(runs)}b"
-    assert readme_with(f"x\n{STATUS} old\ny", runs) == f"x\n{status(runs)}\ny"
-
-
-def test_a_run_takes_the_place_of_the_last_one_of_its_kind(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests import gpu_page
-
-    monkeypatch.setattr(gpu_page, "LOG", tmp_path / "log.json")
-    (tmp_path / "log.json").write_text(json.dumps({"runs": {CPU: made_up(CPU), HOST: made_up(HOST)}}))
-    found = with_run(made_up(HOST, "failed", exact="failed"))
-    assert set(found) == {CPU, HOST}
-    assert found[HOST]["result"] == "failed"
 
 
 def test_the_loop_would_see_a_leak() -> None:

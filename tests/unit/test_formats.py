@@ -151,8 +151,6 @@ def test_earlier_turns_of_an_instruction():
         ({"messages": [{**TALK[0], "trainable": True}, TALK[1]]}, "message 0, of 'user', has trainable=True.*row 7"),
         ({"prompt": [TALK[1] | {"masked": False}], "completion": TALK}, "message 0, of 'assistant', has masked=False"),
         ({"messages": [{**TALK[1], "mask": True}]}, "message 0 has the key 'mask'.*row 7.*weight"),
-        ({"messages": [{**TALK[1], "loss_weight": 0.5}]}, "the key 'loss_weight'"),
-        ({"messages": [{**TALK[1], "isLearned": "False"}]}, "the key 'isLearned'"),
         ({"messages": [{**TALK[1], "train_detail": [{"begin_offset": 0}]}]}, "the key 'train_detail'"),
         ({"messages": [{"role": "user", "content": [{"text": "a", "train": 0}]}]}, "a part of a message has the key 'train'"),
         ({"messages": [{"text": "a"}]}, "messages is not a conversation.*row 7.*'from': 'human'"),
@@ -160,7 +158,6 @@ def test_earlier_turns_of_an_instruction():
         ({"messages": TALK, "tools": {"name": "clock"}}, "'tools' is a dict instead of a list"),
         ({"messages": TALK, "chat_template_kwargs": [1]}, "'chat_template_kwargs' is a list"),
         ({"conversations": [{"from": "function_call", "value": "clock"}]}, "'function_call' is not JSON"),
-        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "no 'name' and 'arguments'"),
         ({"instruction": "a", "output": "b", "history": ["c"]}, "'history' holds something other"),
     ],
 )  # fmt: skip
