@@ -218,6 +218,26 @@ def test_another_layout_goes_on_from_the_same_bits(saved, world, tmp_path):
     check_other_layouts(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, pools)
 
 
+MATRIX = {
+    1: ["dp1:60@64"],
+    2: ["dp2:60@64", "tp2:60", "pp2+v2:60", STRATEGIES[2]],
+    3: ["dp3:60@64", "pp3:60", STRATEGIES[3]],
+    4: ["dp4:60@64", "dp2tp2:60", "tp4:60", "pp4:60", "tp2pp2:60", STRATEGIES[4]],
+    8: ["dp8:60@64", "dp2tp2pp2:60", "tp4pp2:60", "dp2pp4:60", STRATEGIES[8]],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("saved", MATRIX)
+@pytest.mark.parametrize("family", ["qwen3_qk_norm_tied", "phi3_fused"])
+def test_every_layout_goes_on_from_every_other(saved, family, tmp_path):
+    options = {"hotspa_strategies": MATRIX[saved][-1], "family": family}
+    [losses, *_] = run_ranks(saved, one_run, str(tmp_path / "a"), None, options)
+    for world, pools in MATRIX.items():
+        check_other_layouts(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, pools, family)
+
+
 def test_another_storage_order_is_read(tmp_path, monkeypatch):
     """The plan of transformers, which says what dim is outermost, may change: the whole parameter is turned around."""
     losses = train(make_trainer(str(tmp_path / "a"), 1))

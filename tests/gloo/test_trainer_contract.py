@@ -11,8 +11,8 @@ The areas are those that the tests of transformers' own Trainer look at; the tes
 | early stopping, best model at the end | here, test_evaluate.py |
 | callbacks: order of events, adding, stopping, asking for logs and evaluations | here |
 | logging: strategies, first step, NaN losses, report_to | test_trainer_arguments.py, test_non_finite.py, test_trainer_world.py |
-| streams, data loaders, samplers, collators, workers, drop_last | test_stock_equal.py, test_streaming.py, test_trainer_arguments.py |
-| losses, prediction steps and training steps of one's own | test_stock_equal.py |
+| streams, data loaders, samplers, collators, workers, drop_last | tests/trainer_fuzz.py, test_stock_equal.py, test_streaming.py, test_trainer_arguments.py |
+| losses, prediction steps and training steps of one's own | tests/trainer_fuzz.py, test_stock_equal.py |
 | checkpoints, save limits, resume, state of callbacks | the tests of checkpoints |
 | hub | test_trainer_arguments.py |
 | DeepSpeed's JSON configs, its CPU Adam | test_deepspeed.py, unit/test_deepspeed_config.py |

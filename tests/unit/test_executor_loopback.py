@@ -35,7 +35,7 @@ from tests.switch_cases import (
     return_case,
 )
 
-CHUNKS, CHUNK = 4, 240  # 960 switches in the fast suite
+CHUNKS, CHUNK = 2, 240  # 480 switches in the fast suite
 
 
 def switch(seed: int) -> None:
