@@ -118,22 +118,6 @@ def test_a_changed_factor_is_refused():
         check_model(model, describe_model(model))
 
 
-def test_adapters_are_cut_like_their_base():
-    vector = describe_model(tiny_lora("phi3_fused")).vector
-    specs = {s.name.removeprefix("base_model.model.model.layers.1."): s for s in vector.specs}
-    column = [specs[f"self_attn.qkv_proj.{part}.weight"] for part in ("base_layer", "lora_A.default", "lora_B.default")]
-    assert [s.shard_dim for s in column] == [0, None, 0]
-    assert [s.partial_gradient for s in column] == [False, True, False]
-    assert column[0].parts == column[2].parts
-    assert len(column[0].parts) == 3
-    row = [specs[f"mlp.down_proj.{part}.weight"] for part in ("base_layer", "lora_A.default", "lora_B.default")]
-    assert [s.shard_dim for s in row] == [1, 1, None]
-    assert [s.partial_gradient for s in row] == [False, False, True]
-    assert row[0].parts == row[1].parts
-    # an adapter does not change which stage a layer belongs to
-    assert vector.layer_costs == describe_model(tiny_model("phi3_fused")).vector.layer_costs
-
-
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "gate.weight"]}
 
 

@@ -4,7 +4,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState, skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -471,18 +470,6 @@ def test_the_order_is_the_stock_trainers(tmp_path, seeds):
     assert len(ours) == 10
     assert ours == stock.model.batches
     assert ours[:5] != ours[5:]  # the epochs differ, so the comparison can fail
-
-
-def test_what_was_trained_is_skipped(tmp_path):
-    PartialState(cpu=True)
-    trainer = make_trainer(str(tmp_path), 1, rows=ByRow(), hotspa_mini_batch_size=5)
-    loader, sampler = trainer.get_train_dataloader(), trainer._hotspa_rows.sampler
-    found = []
-    for made in (loader, skip_first_batches(loader, 2)):
-        sampler.set_epoch(3)
-        found.append([batch["input_ids"][:, 0].tolist() for batch in made])
-    assert len(found[0]) == 5
-    assert found[1] == found[0][2:]
 
 
 def test_a_stream_is_dealt_out_in_batches_of_one_size(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hf_hotspa.checkpoint.format.folder import RunFolder
 from hf_hotspa.cli import main
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import PLANNED_SHARE
@@ -19,13 +20,14 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.setup import Setup, make_plan
 from hf_hotspa.strategy import parse_buckets
+from tests.checkpoints import write_checkpoint
 from tests.contract.layers import ROOT
 from tests.families import FAMILIES, tiny_config, tiny_model
 from tests.family_table import facts_of, family_table, render
 from tests.run_logs import write_run
 
 PLAN_7B = ["plan", "--model", "llama2-7b", "--nodes", "1x8", "--hardware", "a800-80g", "--lengths", "commoncrawl"]
-HEAVY = ("torch", "transformers", "accelerate", "datasets")
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "matplotlib", "rich")
 
 
 def replaced(**changes: str) -> list[str]:
@@ -463,19 +465,32 @@ def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- a cold start
 
 
-def test_a_cold_start_leaves_torch_out() -> None:
-    args = [*replaced(model="llama2-32b", nodes="4x8", lengths="github"), "--sequence-parallel", "--json"]
+def test_a_cold_start_leaves_torch_out(tmp_path: Path) -> None:
+    run, plan = (
+        str(tmp_path / "run"),
+        [*replaced(model="llama2-32b", nodes="4x8", lengths="github"), "--sequence-parallel"],
+    )
+    write_run(Path(run))
+    saving = RunFolder(tmp_path / "out")
+    checkpoint = str(write_checkpoint(saving, 3))
+    saving.unlock()
+    commands = [
+        [], ["report", run], ["compare", run, run], ["inspect", checkpoint], ["verify", checkpoint], ["train", "--help"],
+        ["formulas", "llama2-7b", "--nodes", "4x8"], [*plan, "--json"],
+    ]  # fmt: skip
     code = f"""
 import sys
 from hf_hotspa.cli import main
-code = main({args!r})
+codes = [main(command) for command in {commands!r}]
 print(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
-sys.exit(code)
+sys.exit(any(codes[1:]))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == "", f"imported: {done.stderr}"
-    assert json.loads(done.stdout)["kind"] == "hf_hotspa plan"
+    help_text, _, planned = done.stdout.partition("{\n")
+    assert help_text.count("hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl") >= 2
+    assert '"kind": "hf_hotspa plan"' in planned
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,6 @@
 """Two runs side by side, the commands `report` and `compare`, the trace, tables in terminals, pictures."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -122,17 +120,6 @@ def test_wrong_input_is_one_message(tmp_path, capsys, command):
     said = capsys.readouterr().err
     assert said.startswith("hf-hotspa: HSP-330")
     assert f"{bad / FILE_NAME}:4" in said
-
-
-def test_the_commands_need_no_torch(tmp_path):
-    write_run(tmp_path)
-    code = (
-        "import sys; from hf_hotspa.cli import main; "
-        f"assert main(['report', {str(tmp_path)!r}]) == 0 and main(['compare', {str(tmp_path)!r}, {str(tmp_path)!r}]) == 0; "
-        "assert not {'torch', 'transformers', 'matplotlib', 'rich'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
 
 
 # -- the trace --------------------------------------------------------------------------------------------------------

@@ -35,26 +35,6 @@ def test_the_first_part_of_a_name_is_enough(asked: str, name: str) -> None:
     assert load_hardware(asked).name == name
 
 
-def test_numbers_of_data_sheets() -> None:
-    """A few by hand: dense operations, memory, bytes of memory and of links a second and direction."""
-    expected = {
-        "a100-40g": (312e12, 40e9, 1.555e12, 300e9),  # NVLink 600 GB/s
-        "l40s": (362e12, 48e9, 864e9, 32e9),  # PCIe 4.0, 64 GB/s
-        "h20": (148e12, 96e9, 4e12, 450e9),  # NVLink 900 GB/s
-        "h100-80g-pcie": (1513e12 / 2, 80e9, 2e12, 64e9),  # half without sparsity; PCIe 5.0, 128 GB/s
-        "b200": (4500e12 / 2, 180e9, 8e12, 900e9),  # NVLink 1,800 GB/s
-        "a10g": (70e12, 24e9, 600e9, 32e9),
-    }
-    for name, (flops, memory, bandwidth, link) in expected.items():
-        found = load_hardware(name)
-        assert found.device.flops("bfloat16") == pytest.approx(flops, rel=0.01), name
-        assert found.device.memory_bytes == pytest.approx(memory, rel=0.08), name  # GB on the sheet, part of it for ECC
-        assert found.device.memory_bandwidth == pytest.approx(bandwidth, rel=0.01), name
-        assert found.intra_bandwidth == link, name
-    with pytest.raises(HotspaConfigError, match="bfloat16.*use one of float16, float32 .--dtype."):
-        load_hardware("t4").device.flops("bfloat16")
-
-
 def test_a_file_changes_a_preset(tmp_path: Path) -> None:
     path = tmp_path / "lab.yaml"
     path.write_text(

@@ -12,7 +12,6 @@ from hf_hotspa.costs.formulas import model_state_bytes
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.engine.switching import arena_bytes, lay_out
-from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import strategy_layout
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.plan.units import Units
@@ -79,17 +78,3 @@ def test_sharding_is_never_predicted_to_be_faster(data):
     switch = COST.switch_seconds([strategy, whole])
     seconds = {s: COST.time.phase_seconds(s, replicas, 8192) + switch[s] for s in (strategy, whole)}
     assert seconds[strategy] >= seconds[whole]
-
-
-def test_transfers_hide_behind_long_packs_and_decide_short_ones():
-    streamed, whole = Strategy(8, z=3), Strategy(8)
-    long, short = [[[8192]] * 4] * 8, [[[16]] * 4] * 8
-    switch = COST.switch_seconds([whole])[whole]
-    assert COST.time.phase_seconds(streamed, long) <= 1.05 * (COST.time.phase_seconds(whole, long) + switch)
-    streams = COST.time.streams
-    moved = 4 * (2 * streams.load_s(streamed) + streams.return_s(streamed))
-    assert COST.time.phase_seconds(streamed, short) == pytest.approx(moved, rel=0.1)
-    shared = replace(COST.time, slots=2.0)
-    assert shared.phase_seconds(streamed, long) > shared.phase_seconds(whole, long) + 0.8 * moved
-    with pytest.raises(HotspaConfigError, match="knows no links"):
-        replace(COST.time, streams=None).phase_seconds(streamed, long)

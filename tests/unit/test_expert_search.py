@@ -14,7 +14,7 @@ from hf_hotspa.errors import StrategyError
 from hf_hotspa.features.experts.capacity import Capacity
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.search.offers import divided, experts_that_pay, longest_by_strategy, with_chunks
+from hf_hotspa.search.offers import divided, experts_that_pay
 from hf_hotspa.search.setup import Setup, make_plan
 from hf_hotspa.strategy import Strategy, check_buckets, expert_strategies, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B
@@ -86,14 +86,6 @@ def test_what_cannot_pay_is_left_out() -> None:
     assert experts_that_pay([Strategy(8, ep=4)], 1000, tokens) == [Strategy(8, ep=4)]
 
 
-def test_chunks_are_tried_without_ep() -> None:
-    """Of strategies that divide experts no chunks are made, which are refused beside them."""
-    assert not any(
-        s.ck and s.ep > 1 for s in with_chunks([Strategy(4), Strategy(4, ep=4)], 9000, lambda s: s.ck, SHAPE)
-    )
-    assert longest_by_strategy(Strategy(4, ep=4), SHAPE, lambda s: 100)[0] == (Strategy(4, ep=4), 100)
-
-
 def test_a_token_costs_the_experts_that_compute_it() -> None:
     attention, hidden = SHAPE.attention_parameters, SHAPE.hidden_size
     assert SHAPE.active_parameters == attention + 2 * OF_EXPERTS
@@ -129,18 +121,3 @@ def test_plans_propose_it_where_it_pays(tmp_path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Setup, "strategies", lambda self: [s for s in few if s.ep == 1])
     before = make_plan(setup, "commoncrawl", 8192, mini_batch_size=32).plan.choice
     assert found.static_seconds < before.static_seconds
-
-
-def test_more_to_choose_from_makes_no_plan_slower(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among single strategies: one with experts over ranks that is faster hides no pipeline that is faster still, by the margin, with
-    two stages on each rank, which experts over ranks cannot have."""
-    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
-    setup = Setup.read(str(tmp_path), "2x8", "h100-80g")
-    few = [s for s in setup.strategies() if s.z == 0 and s.cp == 1 and not s.sp]
-    seconds = []
-    for offered in (few, [s for s in few if s.ep == 1]):
-        monkeypatch.setattr(Setup, "strategies", lambda self, offered=offered: offered)
-        choice = make_plan(setup, "commoncrawl", 4096, mini_batch_size=12).plan.choice
-        assert choice.static.strategy.v == 2
-        seconds.append(choice.static_seconds)
-    assert seconds[0] <= seconds[1]

@@ -11,7 +11,7 @@ from hf_hotspa.errors import HotspaError
 from hf_hotspa.model.model_check import changed_facts, check_model, module_facts
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import describe_model
-from tests.families import FAMILIES, MIXTURE, tiny_model
+from tests.families import tiny_model
 from tests.tiny_families import tiny_model_of
 
 LAYER = "model.layers.1."
@@ -93,11 +93,6 @@ def test_what_no_forward_reads_is_accepted(change):
     model = tiny_model_of("llama")
     made = ACCEPTED[change](model)
     checked(made if isinstance(made, nn.Module) else model)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE, "gemma4_text", "qwen3_next", "deepseek_v3", "opt"])
-def test_a_model_as_its_class_makes_it_is_accepted(family):
-    checked(tiny_model(family) if family in (*FAMILIES, MIXTURE) else tiny_model_of(family))
 
 
 def test_attention_dropout_that_is_off_for_a_run_is_no_change():

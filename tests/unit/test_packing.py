@@ -100,13 +100,6 @@ def test_a_pipeline_gets_enough_packs_but_no_tiny_ones():
     assert len(sizes([16] * 10, pp=4)) == 1
 
 
-def test_a_pipeline_begins_with_a_cheap_pack():
-    lengths = [900, 800, 700, 600]
-    assert pack_sequences(lengths, capacity=1000) == (((0,), (1,), (2,), (3,)),)
-    assert pack_sequences(lengths, capacity=1000, pp=2) == (((2,), (0,), (1,), (3,)),)
-    assert pack_sequences(lengths[:2], capacity=1000, pp=2) == (((0,), (1,)),)
-
-
 def test_nothing_goes_before_a_sequence_that_fills_a_pipeline_alone():
     lengths = [4000, 800, 700, 600]
     assert pack_sequences(lengths, capacity=1000, pp=2, longest=4000) == (((0,), (1,), (2,), (3,)),)

@@ -192,24 +192,6 @@ def test_columns_that_are_not_used_are_named(caplog):
     assert "columns ['messages']; ['prompt'] are not used" in caplog.text
 
 
-def test_tools_reach_the_template():
-    tokenizer = byte_tokenizer("{% if tools %}{{ tools[0].name }}{% endif %}" + PLAIN)
-    tools = [{"name": "clock"}]
-    for given in (tools, json.dumps(tools)):
-        (row,) = prepare([{"messages": TALK[:2], "tools": given}], tokenizer)
-        assert tokenizer.decode(row["input_ids"]) == "clock<user>hi<end><assistant>yes<end>"
-        assert trained(tokenizer, row) == "yes<end>"
-
-
-@pytest.mark.parametrize("adds_bos_and_eos", [False, True])
-def test_prompt_and_completion_strings(adds_bos_and_eos):
-    tokenizer = byte_tokenizer(adds_bos_and_eos=adds_bos_and_eos)
-    (row,) = prepare([{"prompt": "2+2=", "completion": " four"}], tokenizer)
-    bos = "<bos>" if adds_bos_and_eos else ""
-    assert tokenizer.decode(row["input_ids"]) == bos + "2+2= four<eos>"
-    assert trained(tokenizer, row) == " four<eos>"
-
-
 def test_a_token_across_the_border_belongs_to_the_completion():
     tokenizer = byte_tokenizer(merges=[("b", "c")])
     (row,) = prepare([{"prompt": "ab", "completion": "cd"}], tokenizer)

@@ -74,28 +74,6 @@ def test_each_nic_is_busy_for_its_bytes_between_nodes(sizes: dict[tuple[int, int
     hub.close()
 
 
-def test_starts_queue_and_idle_time_is_not_saved_up() -> None:
-    hub = LoopbackHub(4)
-    (sender, _, _, _), (clock, *_) = world(hub, 100.0)
-    handles = []
-    for size in (100, 300):
-        sender.send(torch.zeros(size, dtype=torch.uint8), 2, 0)
-        handles.append(sender.start())
-    handles[0].wait()
-    assert clock.now == pytest.approx(101.0)
-    handles[1].wait()
-    assert clock.now == pytest.approx(104.0)
-    clock.now += 50
-    sender.send(torch.zeros(100, dtype=torch.uint8), 2, 0)
-    late = sender.start()
-    clock.now += 0.25  # computation beside the transfer
-    late.wait()
-    late.wait()
-    assert clock.now == pytest.approx(155.0)
-    sender.start().wait()
-    assert clock.slept == pytest.approx([1.0, 3.0, 0.75])
-
-
 def test_a_switch_over_slow_links_is_the_same_switch() -> None:
     case = load_case(7, "master", 4)
     hub, targets = LoopbackHub(4), clone(case.targets)

@@ -95,13 +95,6 @@ def test_runs_of_layers_on_a_slow_rank_are_shorter():
     assert replicas == pytest.approx((1 / 3, 2 / 3))
 
 
-def test_throughput_is_that_of_all_replicas_together():
-    even = EIGHT.stages(2)
-    assert throughput(EIGHT, even, [[100, 400], [100, 100]]) == Fraction(1, 16) + Fraction(1, 4)
-    passing = StageCosts((1,) * 8, sends=(10,) * 7)
-    assert throughput(passing, even, [[100, 400]]) == Fraction(1, 20)
-
-
 def test_a_cut_is_left_for_one_that_is_faster_by_a_share_at_least():
     hundred = StageCosts((1,) * 100)
     cut = after(hundred, [PP2], (1.0, 0.5))

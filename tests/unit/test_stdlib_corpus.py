@@ -131,16 +131,3 @@ def test_lengths_have_a_long_tail(tmp_path):
     long = sum(length > 16384 for length in lengths) / len(lengths)
     assert 0.2 < short < 0.6
     assert 0.02 < long < 0.2
-
-
-def test_histogram(capsys):
-    lengths = [1, 10, 11, 100, 101, 5000]
-    assert corpus.length_histogram(lengths, edges=(10, 100)) == [
-        ("1-10", 2, 2 / 6),
-        ("11-100", 2, 2 / 6),
-        ("over 100", 2, 2 / 6),
-    ]
-    corpus.print_length_histogram(lengths)
-    printed = capsys.readouterr().out
-    assert "4097-8192      1  16.7% ########" in printed
-    assert "6 sequences, 5223 tokens, median 100, longest 5000" in printed

@@ -13,7 +13,6 @@ from hf_hotspa.features.slow_devices.columns import (
     LayerColumns,
     choose_columns,
     kept_variation,
-    layer_ratio,
     migrate,
     most_varying,
     num_kept,
@@ -35,7 +34,6 @@ from hf_hotspa.features.slow_devices.giving import (
     num_migrating,
     settled_ratios,
     settled_semi,
-    undone,
 )
 from hf_hotspa.features.slow_devices.speeds import SpeedHistory
 from hf_hotspa.packing.bucketing import Speeds
@@ -159,13 +157,6 @@ def test_pri_is_a_round_robin_of_refined_columns():
         new = [value / 10 if i in kept else 0.0 for i, value in enumerate(variation)]
         variation = list(kept_variation(new, variation, kept))
     assert trained == [(0, 1), (2, 3), (0, 1), (2, 3)]
-
-
-def test_ratio_of_a_layer():
-    variation = [1.0, 1.0, 1.0, 0.0]
-    assert layer_ratio(variation, 0.1, 100) == 0.25  # theta 0.1: one column hardly varies
-    assert layer_ratio(variation, 0.5, 100) == 0.4  # alpha * gamma
-    assert layer_ratio(variation, 0.5, 2000) == 1.0  # theta 2
 
 
 def test_choices_of_columns():
@@ -435,13 +426,6 @@ def test_equation_1_settles_where_all_are_done_at_once():
     two = settled_ratios([3.0, 1.0, 2.0, 1.0], [3.0, 1.0, 2.0, 1.0], [0, 2])
     assert 3.0 * (1 - two[0]) == pytest.approx(2.0 * (1 - two[2])) == pytest.approx(1.0 + (two[0] + two[2]) / 2)
     assert settled_ratios([2.0, 2.0], [2.0, 2.0], [0, 1]) == (0.0, 0.0)
-
-
-def test_product_share_is_reckoned_back():
-    # of 10 s 8 s were products; half of them were given away
-    assert undone(4.0 / 6.0, -0.5) == pytest.approx(0.8)
-    assert undone(10.0 / 12.0, 0.25) == pytest.approx(0.8)
-    assert undone(0.8, 0.0) == 0.8
 
 
 def given_run(mini_batches, giving, devices, slow):
