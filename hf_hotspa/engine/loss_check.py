@@ -91,7 +91,10 @@ def _check_token_loss(loss: TokenLoss, vocab_size: int, generator: torch.Generat
         _same(
             loss,
             (value, gradient),
-            (sum(v for v, _ in parts), sum(g for _, g in parts)),
+            (
+                sum((v for v, _ in parts), torch.zeros_like(value)),
+                sum((g for _, g in parts), torch.zeros_like(gradient)),
+            ),
             f"its value on {_TOKENS} tokens is not the sum of its values on slices of them",
             "return the sum over the tokens, such as (weight * log_probs).sum(): it is divided by the label tokens of the "
             "mini-batch afterwards. A loss that needs whole sequences can be a compute_loss_func",
@@ -213,13 +216,15 @@ def _called(loss: TokenLoss | SequenceLoss, call: Callable[[], Any]) -> Tensor:
     return value.reshape(())
 
 
-def _same(loss: Any, actual: tuple[Tensor, Tensor], expected: Any, what: str, fix: str) -> None:
+def _same(
+    loss: TokenLoss | SequenceLoss, actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: str, fix: str
+) -> None:
     for a, b in zip(actual, expected, strict=True):
         if not bool((a - b).norm() <= _TOLERANCE * torch.maximum(a.norm(), b.norm())):
             raise _unsupported(loss, what, None, fix)
 
 
-def _unsupported(loss: Any, what: str, where: str | None, fix: str) -> UnsupportedError:
+def _unsupported(loss: TokenLoss | SequenceLoss, what: str, where: str | None, fix: str) -> UnsupportedError:
     return UnsupportedError(
         f"the loss {loss.name} cannot be honoured: {what}",
         where=where,

@@ -7,7 +7,7 @@ usual, but only elementwise optimizers are exact on such shards.
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,8 @@ class _OfTheLoss:
     nothing: its gradient of zeros is not accumulated."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self._name, self._parameter, self._kept = name, weakref.ref(parameter), None
+        self._name, self._parameter = name, weakref.ref(parameter)
+        self._kept: Tensor | None = None
         parameter.register_hook(self._before)
         parameter.register_post_accumulate_grad_hook(self._after)
 
@@ -103,10 +104,11 @@ class _OfTheLoss:
                 why="a process holds only a share of the weights, and their gradients come from the logits",
                 fix="leave the term out: weight_decay replaces an L2 norm; or train with the stock Trainer",
             )
-        parameter: Any = self._parameter()
+        parameter = self._parameter()
+        assert parameter is not None
         self._kept, parameter.grad = parameter.grad, None
 
-    def _after(self, parameter: Any) -> None:
+    def _after(self, parameter: Tensor) -> None:
         parameter.grad, self._kept = self._kept, None
 
 

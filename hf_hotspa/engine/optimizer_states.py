@@ -47,7 +47,9 @@ class Plain:
         """Id of a parameter -> settings that the optimizer has for it alone."""
         return {}
 
-    def adopt(self, optimizer: Optimizer, master: MasterStore, overrides: Any = None) -> None:
+    def adopt(
+        self, optimizer: Optimizer, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None
+    ) -> None:
         """Makes an optimizer that has shares of the master store decide by complete parameters. `overrides`: from
         `overrides_of`, by the id of a share. Raises `UnsupportedError`: it cannot be honoured; it is unchanged."""
 

@@ -87,7 +87,7 @@ class WeightGuard:
             )
         self._job = None
 
-    def _before(self, index: int, module: nn.Module, args: Any) -> None:
+    def _before(self, index: int, module: nn.Module, args: object) -> None:
         if self._job is None or index not in self._pending:
             return
         parameters, segments = self._guarded[index]
@@ -257,7 +257,7 @@ class UnitStream:
         for unit, module in modules_of_units(replica.model, replica.layers, lambda weight: unit_of[id(weight)]):
             module.register_forward_pre_hook(partial(self._called, unit))
 
-    def _called(self, unit: int, module: nn.Module, args: Any) -> None:
+    def _called(self, unit: int, module: nn.Module, args: object) -> None:
         if self._is_running:
             self._enter(unit)
 
@@ -265,11 +265,11 @@ class UnitStream:
         if self._is_running and not self._is_backward:
             self._watch(args[0] if args else kwargs.get("hidden_states"), EMBEDDING)
 
-    def _left_layer(self, unit: int, module: nn.Module, args: Any, out: Any) -> None:
+    def _left_layer(self, unit: int, module: nn.Module, args: object, out: object) -> None:
         if self._is_running and not self._is_backward:  # a backward pass may recompute a layer
             self._watch(out[0] if isinstance(out, tuple | list) else out, unit)
 
-    def _watch(self, hidden: Any, unit: int) -> None:
+    def _watch(self, hidden: object, unit: int) -> None:
         """The unit's backward begins when the gradient of this hidden state is there."""
         if isinstance(hidden, Tensor) and hidden.requires_grad:
             hidden.register_hook(partial(self._gradient_came, unit))

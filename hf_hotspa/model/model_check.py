@@ -109,7 +109,7 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
 
 # called for every attribute in every step
 @cache
-def _is_method(cls: Any, key: str) -> bool:
+def _is_method(cls: type, key: str) -> bool:
     return inspect.isfunction(getattr(cls, key, None))
 
 
@@ -156,7 +156,7 @@ _MOST_NUMBERS = 4096
 _SIMPLE = frozenset((bool, int, str, type(None)))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A value to compare and to show; `_OTHER` for other kinds of objects."""
     if type(value) in _SIMPLE:
         return value
@@ -174,7 +174,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else _OTHER
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "something else" if value is _OTHER else f"{getattr(value, '__qualname__', None) or repr(value)[:_SHOWN]}"
 
 
@@ -211,7 +211,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.to(other.device), other)
 
 
-def deciding_values(config: Any) -> dict[str, Any]:
+def deciding_values(config: object) -> dict[str, Any]:
     """Returns the fields of a config that decide what a model computes, JSON-ready if their values are."""
     values = {}
     for name, value in vars(config).items():
@@ -246,7 +246,7 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-def _check_outputs(config: Any) -> None:
+def _check_outputs(config: PreTrainedConfig) -> None:
     """Rejects a config that asks for layer outputs, which the stock Trainer passes to `compute_metrics`, `predict`."""
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(config.get_text_config(), name, False) or getattr(config, name, False):
@@ -281,7 +281,7 @@ def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
             )
 
 
-def _records_outputs(hook: Any) -> bool:
+def _records_outputs(hook: object) -> bool:
     """Whether transformers left the hook on a model that was asked for hidden states or similar outputs."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__module__", None) == "transformers.utils.output_capturing"

@@ -108,7 +108,7 @@ _POSITIONS_BY_MASK = ("bloom", "mpt", "opt")
 """Families that count positions from the attention mask, or by distance without a config field."""
 
 
-def has_absolute_positions(config: Any) -> bool:
+def has_absolute_positions(config: object) -> bool:
     """Whether tokens after masked padding give other results."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "model_type", None) in _POSITIONS_BY_MASK or getattr(text, "alibi", False):
@@ -151,7 +151,7 @@ def other_half(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not is_of_text(name)}
 
 
-def refuse_idle_adapters(model: Any) -> None:
+def refuse_idle_adapters(model: nn.Module) -> None:
     """Rejects adapters in the other half of a multimodal model. Raises `UnsupportedError`: naming the first."""
     if not isinstance(model, PreTrainedModel):
         return
@@ -184,7 +184,7 @@ class TextForward:
     def __init__(self, around: nn.Module, inner: str) -> None:
         self._around, self._inner = around, inner
 
-    def __call__(self, **inputs: Any) -> BaseOutput:
+    def __call__(self, **inputs: object) -> BaseOutput:
         given = {name: value for name, value in inputs.items() if value is not None}
         if unknown := [name for name in given if any(kind in name for kind in _OTHER_KINDS)]:
             raise UnsupportedError(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_kind import keep_text
@@ -37,7 +38,7 @@ _SHARED_STATE = ("num_kv_shared_layers",)
 class PassThrough(nn.Module):
     """Replaces a layer or norm of another stage: returns its hidden state."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         return hidden
 
 
@@ -46,12 +47,12 @@ class _Counting(PassThrough):
         super().__init__()
         self.num_calls = 0
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         self.num_calls += 1
         return hidden
 
 
-def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
+def take_hidden_state(base: PreTrainedModel, embeddings: tuple[str, ...]) -> None:
     """Makes a base model take `inputs_embeds` as the hidden state between layers; `embeddings` are the names of its
     modules before the layers."""
     dropouts = [name for name, child in base.named_children() if isinstance(child, nn.Dropout)]  # of the embeddings
@@ -70,7 +71,7 @@ def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
 
 
 def stage_unsupported_reason(
-    base: Any, layers: tuple[str, ...], embeddings: tuple[str, ...], norms: tuple[str, ...]
+    base: PreTrainedModel, layers: tuple[str, ...], embeddings: tuple[str, ...], norms: tuple[str, ...]
 ) -> str | None:
     """Returns why a stage cannot be the model's own class with other stages' layers passed through, or None.
 
@@ -108,7 +109,7 @@ def stage_unsupported_reason(
 
 
 def _run_as_later_stage(
-    base: Any, layers: str, embeddings: tuple[str, ...], norms: dict[str, _Counting]
+    base: PreTrainedModel, layers: str, embeddings: tuple[str, ...], norms: dict[str, _Counting]
 ) -> tuple[Tensor, Tensor]:
     """Returns the input and the output of a base model of pass-throughs."""
     probe = copy.copy(base)
@@ -133,7 +134,7 @@ def _run_as_later_stage(
     return hidden, out
 
 
-def _fill_buffers(probe: Any) -> None:
+def _fill_buffers(probe: PreTrainedModel) -> None:
     """Fills the meta buffers of a nearly empty base model on the CPU, as its class initializes them."""
     with torch.no_grad(), torch.device("cpu"):  # the caller may be on meta
         for name, buffer in probe._buffers.items():
@@ -214,7 +215,7 @@ def _units_met(model: Any, base: str, layers: str, unit_of: Mapping[str, int]) -
     """The units that a forward reaches, in order; None if it does not run."""
     met: list[int] = []
 
-    def meet(unit: int, *_: Any) -> None:
+    def meet(unit: int, *_: object) -> None:
         if met[-1:] != [unit]:
             met.append(unit)
 
@@ -253,7 +254,7 @@ def _without_data(model: Any) -> Any:
             made[id(tensor)] = nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
         return None if tensor is None else made[id(tensor)]
 
-    def own(config: Any) -> Any:
+    def own(config: PreTrainedConfig) -> Any:
         if id(config) not in made:
             made[id(config)] = copied = copy.deepcopy(config)
             copied._attn_implementation = ATTENTION

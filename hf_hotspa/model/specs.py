@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import nn
@@ -176,8 +177,8 @@ class _Structure:
     head: str
 
     @property
-    def base_model(self) -> nn.Module:
-        return self.model.get_submodule(self.base)
+    def base_model(self) -> PreTrainedModel:
+        return cast(PreTrainedModel, self.model.get_submodule(self.base))
 
     @property
     def text(self) -> PreTrainedConfig:

@@ -115,12 +115,12 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
         return min(getattr(layer, name) for layer in config.per_layer_config)
 
 
-def has_tensor_plan(config: Any) -> bool:
+def has_tensor_plan(config: PreTrainedConfig) -> bool:
     """Whether a family has a plan, by its text config or the config's class."""
     return _plans_layers(config) or config.model_type in _OF_LAYERS
 
 
-def _plans_layers(config: Any) -> bool:
+def _plans_layers(config: PreTrainedConfig) -> bool:
     """Whether transformers' plan names modules of layers; since 5.24 some plans divide only the embedding."""
     return any(name != "embed_tokens" for name in config.base_model_tp_plan or {})
 

@@ -67,7 +67,7 @@ class WaitClock:
         self._spans: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
         self._spare: list[torch.cuda.Event] = []
 
-    def wait(self, *works: Any) -> None:
+    def wait(self, *works: dist.Work) -> None:
         with self.waiting:
             for work in works:
                 work.wait()

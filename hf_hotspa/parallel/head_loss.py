@@ -41,7 +41,7 @@ class _Chunk(nn.Module):
         """Some families call a part of their base model (OPT)."""
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseOutput:
+    def forward(self, *args: object, **kwargs: object) -> BaseOutput:
         return BaseOutput(last_hidden_state=self.hidden)
 
 

@@ -224,7 +224,7 @@ class TokenSlice:
     positions: Tensor
     columns: Mapping[str, Tensor]
 
-    def __getitem__(self, part: Any) -> "TokenSlice":
+    def __getitem__(self, part: slice | Tensor) -> "TokenSlice":
         """The tokens of a slice, a mask or an index."""
         columns = {name: column[part] for name, column in self.columns.items()}
         return TokenSlice(self.log_probs[part], self.labels[part], self.rows[part], self.positions[part], columns)

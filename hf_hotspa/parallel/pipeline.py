@@ -241,7 +241,7 @@ class InterleavedRun:
         shape = stage.hidden_shape(self._chunks[0][turn.unit].micro_batch)
         return torch.empty(shape, dtype=stage.compute_dtype, device=stage.device)
 
-    def _post(self, kind: Any, tensor: Tensor, turn: Turn, stage: int) -> Any:
+    def _post(self, kind: Callable[..., object], tensor: Tensor, turn: Turn, stage: int) -> Any:
         """Sends to, or receives from, the rank of a stage. Tags match messages on gloo; NCCL matches them by order."""
         tag = 2 * (turn.stage * self._num_units + turn.unit) + turn.is_backward
         peer = stage % self._num_ranks

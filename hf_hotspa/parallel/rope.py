@@ -28,7 +28,7 @@ from hf_hotspa.errors import UnsupportedError
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
-def length_borders(config: Any) -> tuple[int, ...]:
+def length_borders(config: object) -> tuple[int, ...]:
     """The row lengths, in tokens, above which other tables apply; empty if tables do not depend on the length."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     borders = {
@@ -103,7 +103,7 @@ def _each(tables: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (tables,) if isinstance(tables, Tensor) else tables
 
 
-def _ropes(text: Any) -> list[dict[str, Any]]:
+def _ropes(text: object) -> list[dict[str, Any]]:
     rope = getattr(text, "rope_parameters", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 

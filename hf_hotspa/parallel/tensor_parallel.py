@@ -130,7 +130,7 @@ OnTensor = Callable[[Tensor], Tensor]
 def _wrapped(
     *args: Any, forward: Callable[..., Any], enter: OnTensor | None, leave: OnTensor | None, **kwargs: Any
 ) -> Any:
-    def entered(value: Any) -> Any:
+    def entered(value: object) -> object:
         return enter(value) if enter is not None and isinstance(value, Tensor) else value
 
     out = forward(*map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
