@@ -315,7 +315,6 @@ class Strategy:
 
 @cache
 def _added() -> dict[str, StrategyOption]:
-    """The options that features add, by name."""
     return {option.name: option for settings in hooks("options") for option in settings.grammar}
 
 

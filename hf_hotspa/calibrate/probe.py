@@ -149,7 +149,7 @@ def measure_exchanges(
     """
     samples = []
     for layout in layouts:
-        made = {ranks: groups.of(ranks) for ranks in layout.groups("cp")}
+        made = {ranks: groups.group(ranks) for ranks in layout.groups("cp")}
         group = made[layout.group_of(groups.rank, "cp")]
         assert group is not None
         context = ContextGroup(group, layout.cp, dist.get_rank(group))

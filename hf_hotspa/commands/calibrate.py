@@ -82,7 +82,7 @@ def run(
 
 
 def _backend() -> str:
-    return backends.of_device("cuda" if torch.cuda.is_available() else "cpu")
+    return backends.backend_for("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _run_launched(request: _Request) -> Calibration | None:

@@ -145,7 +145,7 @@ class Evaluation:
             rows = []  # by cp coordinate, then by part
             for cp in range(strategy.cp if packs else 0):
                 tokens = [sum(stop - first for _, first, stop in share.pieces[cp]) for share in shares]
-                of_replica = self._of_replica(replica, Coord(dp, 0, strategy.pp - 1, cp), sum(tokens), mine)
+                of_replica = self._replica_logits(replica, Coord(dp, 0, strategy.pp - 1, cp), sum(tokens), mine)
                 rows.append(of_replica.split(tokens))
             ordered = iter([in_order([row[i] for row in rows], share) for i, share in enumerate(shares)])
             for pack, of_pack in zip(packs, parts, strict=True):
@@ -159,7 +159,7 @@ class Evaluation:
         context = replica.context
         return context.parts(pack.lengths) if context is not None else [share_by_tokens(pack.lengths, 1)]
 
-    def _of_replica(self, replica: Replica, place: Coord, num_tokens: int, mine: Tensor | None) -> Tensor:
+    def _replica_logits(self, replica: Replica, place: Coord, num_tokens: int, mine: Tensor | None) -> Tensor:
         """[num_tokens, vocabulary size] of the ranks at a place, over all tp coordinates."""
         strategy, widths, dtype = replica.mesh.strategy, replica.head.widths, _dtype_of_logits(replica)
         shards = [torch.empty(num_tokens, width, dtype=dtype, device=self._groups.device) for width in widths]

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -19,6 +19,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError, NonFiniteError, Pha
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause, lost_peer
 from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.typed import Count, typed
 from hf_hotspa.whole_file import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class OutOfMemory:
     step: int  # the mini-batch, counted from 1
     act: str  # the phase's act: `load`, `compute` or `return`
     strategy: str
-    pack_tokens: int  # tokens of the largest pack begun; 0 before the first one
+    pack_tokens: Count  # tokens of the largest pack begun; 0 before the first one
     pack_sequences: int
     predicted_bytes: int  # of the strategy on a rank
     held_bytes: int  # this rank's peak memory so far
@@ -150,7 +151,7 @@ def record(folder: str | Path, shortage: OutOfMemory) -> None:
             entries = _entries(folder)
         except HotspaError:  # damaged: only the new entry counts
             entries = []
-        write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*entries, asdict(shortage)]})
+        write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*map(asdict, entries), asdict(shortage)]})
     except OSError as error:
         logger.warning("%s could not be written, so the next launch will not know of it: %s", FILE, error)
 
@@ -167,8 +168,8 @@ def largest_packs(folder: str | Path) -> dict[str, int]:
     `HotspaConfigError`: the file is damaged."""
     most: dict[str, int] = {}
     for entry in _entries(folder):
-        name, tokens = entry["strategy"], int(entry["pack_tokens"] * _SMALLER)
-        most[name] = min(tokens, most.get(name, tokens))
+        tokens = int(entry.pack_tokens * _SMALLER)
+        most[entry.strategy] = min(tokens, most.get(entry.strategy, tokens))
     return most
 
 
@@ -190,34 +191,28 @@ def warn_of_known(folder: str | Path, buckets: Sequence[Bucket]) -> None:
         logger.warning("%s", error)
         return
     for bucket in buckets:
-        failed = [e for e in entries if Strategy.parse(e["strategy"]) == bucket.strategy]
-        tokens = min((entry["pack_tokens"] for entry in failed), default=None)
+        failed = [entry for entry in entries if Strategy.parse(entry.strategy) == bucket.strategy]
+        tokens = min((entry.pack_tokens for entry in failed), default=None)
         if tokens is not None and bucket.capacity >= tokens:
             what = f"with a pack of {tokens} tokens" if tokens else "before its first pack"
             logger.warning(
                 "%s ran out of memory in an earlier run %s (%s): lower the tokens after @, or use more tp or pp",
-                bucket,
-                what,
-                Path(folder, FILE),
-            )
+                bucket, what, Path(folder, FILE),
+            )  # fmt: skip
 
 
-def _entries(folder: str | Path) -> list[dict[str, Any]]:
+def _entries(folder: str | Path) -> list[OutOfMemory]:
     """The checked entries of the file, if it exists."""
     path = Path(folder, FILE)
     if not path.exists():
         return []
-    entries: Any = read_json(path, _KIND, _VERSION, _REMEDY).get("entries")
-    good = isinstance(entries, list) and all(
-        isinstance(e, dict) and isinstance(e.get("strategy"), str) and type(e.get("pack_tokens")) is int
-        for e in entries
-    )
-    if not good or any(entry["pack_tokens"] < 0 for entry in entries):
-        raise HotspaConfigError("its entries are not what a run writes", where=str(path), fix=_REMEDY)
-    checked: list[dict[str, Any]] = entries
-    for entry in checked:
-        Strategy.parse(entry["strategy"])
-    return checked
+    try:
+        entries = typed(read_json(path, _KIND, _VERSION, _REMEDY).get("entries"), list[OutOfMemory])
+    except ValueError as error:
+        raise HotspaConfigError("its entries are not what a run writes", where=str(path), fix=_REMEDY) from error
+    for entry in entries:
+        Strategy.parse(entry.strategy)
+    return entries
 
 
 # -- numbers that are not finite ---------------------------------------------------------------------------------------

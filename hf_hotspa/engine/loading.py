@@ -146,7 +146,6 @@ def _first_dtype(files: WeightFiles) -> torch.dtype:
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Converts tensors to fp32 that the class keeps in fp32 in 16-bit models, as `from_pretrained` does."""
     plan = model._get_dtype_plan(model.dtype)
     if plan:
         pattern = build_glob_alternation(list(plan))[0]

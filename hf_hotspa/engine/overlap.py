@@ -270,7 +270,6 @@ class UnitStream:
             self._watch(out[0] if isinstance(out, tuple | list) else out, unit)
 
     def _watch(self, hidden: object, unit: int) -> None:
-        """The unit's backward begins when the gradient of this hidden state is there."""
         if isinstance(hidden, Tensor) and hidden.requires_grad:
             hidden.register_hook(partial(self._gradient_came, unit))
 
@@ -293,7 +292,7 @@ class UnitStream:
             gate = SegmentGate(segments, device) if index in waits else None
             source, target = (master.weights, weights) if is_load else (gradients, master.gradients)
             cleared = segments if not is_load and index in of_others else ()
-            plan = self._switching.pool.of_unit(self._strategy, unit, is_load)
+            plan = self._switching.pool.unit_plan(self._strategy, unit, is_load)
             job = self._switching.start(plan, source, target, None, gate, True, cleared)
             self._transfers.append(_Transfer(job, gate, is_load))
         self._skip_passes()
@@ -317,7 +316,6 @@ class UnitStream:
             self._skip_passes()
 
     def _skip_passes(self) -> None:
-        """Opens the gates of other replicas' following passes."""
         while self._passes and self._is_foreign(self._passes[0]):
             for visit in self._passes.pop(0).visits:
                 self._open(visit)

@@ -117,7 +117,7 @@ class PlanPool:
             self._returns[own] = plan
         return self._returns[own]
 
-    def of_unit(self, strategy: Strategy, unit: int, is_load: bool) -> SwitchPlan:
+    def unit_plan(self, strategy: Strategy, unit: int, is_load: bool) -> SwitchPlan:
         """The plan that fills a unit's weights, or adds its gradients to the master store."""
         strategy = self._twins[strategy]
         if (strategy, unit, is_load) not in self._of_units:
@@ -180,9 +180,9 @@ class PlanPool:
             plans += [self.load(b, a, True) for a in whole for b in whole if a != b]
         for strategy in own:
             if strategy.z == 3:
-                plans += [self.of_unit(strategy, unit, True) for unit in self.units.segments]
+                plans += [self.unit_plan(strategy, unit, True) for unit in self.units.segments]
             if strategy.z:
-                plans += [self.of_unit(strategy, unit, False) for unit in self.units.trained]
+                plans += [self.unit_plan(strategy, unit, False) for unit in self.units.trained]
         return plans
 
 
@@ -461,10 +461,10 @@ class Switching:
         if runner is not None:  # there may be more versions of the trained weights
             versions = runner.weight_copies(strategies[0], rank)
             sizes = self.pool.layout(strategies[0]).rank_sizes(rank)
-            weights += (versions - 1) * _num_bytes(sizes, _of_trained(self.weight_dtypes, vector))
+            weights += (versions - 1) * _num_bytes(sizes, _only_trained(self.weight_dtypes, vector))
         return MemoryForecast(
             _num_bytes(own, masters),
-            _num_bytes(own, _of_trained(masters, vector)),
+            _num_bytes(own, _only_trained(masters, vector)),
             weights,
             arena_bytes(of_gradients),
             self.executor.extra_bytes(self.switches()),
@@ -548,7 +548,7 @@ class Switching:
         self.executor.forget()
 
 
-def _of_trained(dtypes: Wires, vector: ParameterVector) -> Wires:
+def _only_trained(dtypes: Wires, vector: ParameterVector) -> Wires:
     return [dtype if segment.trainable else None for dtype, segment in zip(dtypes, vector.segments, strict=True)]
 
 

@@ -71,12 +71,12 @@ class StageCosts:
         stages = self.stages(pp * v)
         return tuple(tuple(layer for stage in stages[rank::pp] for layer in stage) for rank in range(pp))
 
-    def of_ranks(self, pp: int, v: int = 1) -> list[int]:
+    def rank_costs(self, pp: int, v: int = 1) -> list[int]:
         """Cost of each pipeline rank at the usual relative step time, without sends."""
-        costs = self.of_stages(self.stages(pp * v))
+        costs = self.partition_costs(self.stages(pp * v))
         return [sum(costs[rank::pp]) for rank in range(pp)]
 
-    def of_stages(self, stages: Sequence[range]) -> list[int]:
+    def partition_costs(self, stages: Sequence[range]) -> list[int]:
         """Cost of each stage of a partition at the usual relative step time, without sends."""
         sums = [sum(self.layers[stage.start : stage.stop]) for stage in stages]
         sums[0] += self.embedding
@@ -85,7 +85,7 @@ class StageCosts:
 
     def slowest(self, stages: Sequence[range]) -> int:
         """Cost of the slowest stage at the usual relative step time, or of the slowest send, there and back."""
-        return max(*self.of_stages(stages), *self.passes(stages), 0)
+        return max(*self.partition_costs(stages), *self.passes(stages), 0)
 
     def passes(self, stages: Sequence[range]) -> list[int]:
         """Cost of the sends between stages, there and back; empty if free."""
@@ -197,14 +197,12 @@ def _factor_orders(number: int) -> list[Order]:
 
 
 def _digit_reversals(tp: int) -> list[Order]:
-    """Digit reversals other than the identity; a prime has none."""
     reversals = dict.fromkeys(digit_reversal(radices) for radices in _factor_orders(tp))
     reversals.pop(tuple(range(tp)), None)
     return list(reversals)
 
 
 def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[dict[int, int]]:
-    """Starting points of the ascent: the identity, and all degrees' factors sorted by one order of the primes."""
     factors = {tp: _prime_factors(tp) for tp in degrees}
     primes = sorted({prime for each in factors.values() for prime in each})
     priorities = list(permutations(primes)) if len(primes) <= 3 else [tuple(primes), tuple(reversed(primes))]

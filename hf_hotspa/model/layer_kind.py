@@ -87,7 +87,6 @@ def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrained
 
 
 def _passes_arguments_on(layer: nn.Module) -> bool:
-    """Whether a layer's forward uses its ``**kwargs``."""
     code = code_of_forward(layer)
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False

@@ -247,7 +247,6 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def _check_outputs(config: PreTrainedConfig) -> None:
-    """Rejects a config that asks for layer outputs, which the stock Trainer passes to `compute_metrics`, `predict`."""
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(config.get_text_config(), name, False) or getattr(config, name, False):
             raise UnsupportedError(
@@ -268,7 +267,6 @@ def refuse_router_logits(model: nn.Module) -> None:
 
 
 def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
-    """Rejects a LoRA layer whose factor was changed later (`set_scale`, `scale_layer`)."""
     adapters = description.adapters
     for name, scaling in adapters.scalings.items() if adapters is not None else ():
         assert adapters is not None
@@ -282,7 +280,6 @@ def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
 
 
 def _records_outputs(hook: object) -> bool:
-    """Whether transformers left the hook on a model that was asked for hidden states or similar outputs."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__module__", None) == "transformers.utils.output_capturing"
 

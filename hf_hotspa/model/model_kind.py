@@ -200,7 +200,6 @@ _DEQUANTIZE = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 
 
 def _refuse_quantized_modules(model: nn.Module) -> None:
-    """Rejects modules that were quantized after the model had been loaded."""
     for name, module in model.named_modules():
         kinds = {type(p) for p in module.parameters(recurse=False) if not issubclass(type(p), nn.Parameter)}
         if kinds or "quantized" in type(module).__module__.split("."):

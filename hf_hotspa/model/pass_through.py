@@ -42,16 +42,6 @@ class PassThrough(nn.Module):
         return hidden
 
 
-class _Counting(PassThrough):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
-        self.num_calls += 1
-        return hidden
-
-
 def take_hidden_state(base: PreTrainedModel, embeddings: tuple[str, ...]) -> None:
     """Makes a base model take `inputs_embeds` as the hidden state between layers; `embeddings` are the names of its
     modules before the layers."""
@@ -96,28 +86,29 @@ def stage_unsupported_reason(
     for name in _SHARED_STATE:
         if getattr(text, name, 0):
             return f"{family} has {name}={getattr(text, name)}: layers would share states across stages"
-    counters = [_Counting() for _ in norms]
     try:
-        hidden, out = _run_as_later_stage(base, layers[0], embeddings, dict(zip(norms, counters, strict=True)))
+        hidden, out, called = _run_as_later_stage(base, layers[0], embeddings, norms)
     except Exception as error:  # any error of the family's code
         return f"{family} cannot run as a later pipeline stage: {type(error).__name__}: {error}"
     if out is not hidden and not (out.shape == hidden.shape and torch.equal(out, hidden)):
         return f"{family} changes the input of every pipeline stage as if it were an embedding"
-    if any(counter.num_calls != 1 for counter in counters):
+    if sorted(called) != sorted(norms):
         return f"{family} uses {norms[0]} in another place than after its layers"
     return None
 
 
 def _run_as_later_stage(
-    base: PreTrainedModel, layers: str, embeddings: tuple[str, ...], norms: dict[str, _Counting]
-) -> tuple[Tensor, Tensor]:
-    """Returns the input and the output of a base model of pass-throughs."""
+    base: PreTrainedModel, layers: str, embeddings: tuple[str, ...], norms: tuple[str, ...]
+) -> tuple[Tensor, Tensor, list[str]]:
+    """The input and the output of a base model of pass-throughs, and the norms that it called."""
+    called: list[str] = []
     probe = copy.copy(base)
     probe._modules = dict(base._modules)
     take_hidden_state(probe, embeddings)
     probe.config._attn_implementation = ATTENTION
-    for name, counter in norms.items():
-        setattr(probe, name, counter)
+    for name in norms:
+        setattr(probe, name, PassThrough())
+        getattr(probe, name).register_forward_pre_hook(lambda *_, name=name: called.append(name))
     setattr(probe, layers, nn.ModuleList(PassThrough() for _ in getattr(base, layers)))
     _fill_buffers(probe)
     buffer = next((b for b in probe.buffers() if b.is_floating_point()), None)
@@ -131,7 +122,7 @@ def _run_as_later_stage(
             use_cache=False,
             hotspa_pack=PackedSequences((2,), torch.tensor([0, 2], dtype=torch.int32)),
         ).last_hidden_state
-    return hidden, out
+    return hidden, out, called
 
 
 def _fill_buffers(probe: PreTrainedModel) -> None:

@@ -244,7 +244,6 @@ class TensorPlan:
                 cut.cuts[f"{name}.bias"] = Cut(0, parts)
 
     def _unplanned(self, name: str, block: _Block) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of a block, by name in it, that neither its plan nor an inner block's plan names."""
         inner = [f"{other}." for other in self._blocks if other.startswith(f"{name}.")]
         unplanned = []
         for leaf, parameter in plain_parameters(self.modules[name]):
@@ -337,7 +336,6 @@ class TensorPlan:
             raise _WholeError(f"the plan's style {style!r} of {leaf} is not known")
 
     def _check_heads(self, name: str, attention: nn.Module) -> None:
-        """Rejects layers whose heads differ from the config: the cut would go through a head."""
         key = self.modules.get(f"{name}.k_proj")
         head_dim, kv_heads = getattr(attention, "head_dim", None), self._num_kv_heads
         if not isinstance(key, nn.Linear) or not isinstance(head_dim, int):

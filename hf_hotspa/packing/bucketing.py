@@ -194,7 +194,7 @@ class Speeds:
         if not self.ranks or any(len(own) != len(self.ranks) for _, own in self.works):
             raise ValueError("works of another number of ranks")
 
-    def of_replicas(self, strategy: Strategy) -> tuple[float, ...] | None:
+    def replica_speeds(self, strategy: Strategy) -> tuple[float, ...] | None:
         """The speed of each replica, which is its slowest rank's; None if all are equally fast."""
         if strategy.dp == 1:
             return None
@@ -317,7 +317,6 @@ def _fitted_between(order: abc.Sequence[int], lengths: abc.Sequence[int], capaci
 
 
 def _num_packs(num_fitted: int, num_sequences: int, num_tokens: int, dp: int, pp: int) -> int:
-    """The number of packs to aim for; between the feasible number of step 1 and the number of sequences."""
     target = -(-num_fitted // dp) * dp
     if pp > 1:
         affordable = num_tokens // MIN_PIPELINE_PACK_TOKENS // dp * dp
@@ -509,7 +508,7 @@ def plan_mini_batch(
             pp=bucket.strategy.pp,
             quadratic_cost=quadratic_cost,
             longest=bucket.longest,
-            speeds=speeds.of_replicas(bucket.strategy) if speeds is not None else None,
+            speeds=speeds.replica_speeds(bucket.strategy) if speeds is not None else None,
         )
         packed = list[tuple[Pack, ...]]()
         for packs in replicas:

@@ -76,7 +76,7 @@ def squared_lengths(lengths: Sequence[int], chains: Sequence[Chain]) -> list[lis
         begins.append(total)
     squares, at = [], 0
     for chain in chains:
-        of_chain = []
+        parts = []
         for first, stop in chain:
             pairs, here = 0, first
             while here < stop:
@@ -85,8 +85,8 @@ def squared_lengths(lengths: Sequence[int], chains: Sequence[Chain]) -> list[lis
                 until = min(stop, begins[at + 1])
                 pairs += (until - begins[at]) ** 2 - (here - begins[at]) ** 2
                 here = until
-            of_chain.append(pairs)
-        squares.append(of_chain)
+            parts.append(pairs)
+        squares.append(parts)
     return squares
 
 

@@ -451,18 +451,17 @@ def _group(num_packs: int, num_ranks: int) -> int:
 
 
 def _ahead(num_packs: int, num_ranks: int, rounds: int, rank: int) -> int:
-    """Forward passes before the first one that a backward pass follows."""
     return min((rounds - 1) * _group(num_packs, num_ranks) + 2 * (num_ranks - 1 - rank), num_packs * rounds)
 
 
 @lru_cache(maxsize=256)
 def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]:
     """Returns torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >= 1."""
-    orders = [_of_rank(num_packs, num_ranks, rounds, rank) for rank in range(num_ranks)]
+    orders = [_rank_turns(num_packs, num_ranks, rounds, rank) for rank in range(num_ranks)]
     return tuple(turn for turns in at_a_time(orders, num_ranks * rounds) for turn in turns)
 
 
-def _of_rank(num_packs: int, num_ranks: int, rounds: int, rank: int) -> list[Turn]:
+def _rank_turns(num_packs: int, num_ranks: int, rounds: int, rank: int) -> list[Turn]:
     group, ahead = _group(num_packs, num_ranks), _ahead(num_packs, num_ranks, rounds, rank)
     groups = [range(first, first + group) for first in range(0, num_packs, group)]
     passes = [each for units in groups for each in product(range(rounds), units)]
@@ -556,12 +555,11 @@ def beats(
     """Returns all passes of a phase, with backward ones if `is_trained`. See `pack_lengths` for `replicas`; for
     pipelines, `pipeline_order` for `most_tokens` and `cut_into_chains` for `pair_cost`."""
     if strategy.pp > 1:
-        return _of_stages(strategy, joint_passes(strategy, replicas, most_tokens, pair_cost), is_trained)
-    return _of_chunks([_passes(strategy, packs, is_trained) for packs in replicas])
+        return _stage_beats(strategy, joint_passes(strategy, replicas, most_tokens, pair_cost), is_trained)
+    return _chunk_beats([_passes(strategy, packs, is_trained) for packs in replicas])
 
 
 def _passes(strategy: Strategy, packs: Sequence[Lengths], is_trained: bool) -> list[bool]:
-    """Whether each pass of a replica is backward, as the chains of one stage run."""
     passes: list[bool] = []
     for lengths in packs:
         for chunks in map(len, cut_into_chains(lengths, strategy.ck)) if strategy.ck else (1,):
@@ -572,7 +570,7 @@ def _passes(strategy: Strategy, packs: Sequence[Lengths], is_trained: bool) -> l
     return passes
 
 
-def _of_chunks(replicas: Sequence[Sequence[bool]]) -> list[Beat]:
+def _chunk_beats(replicas: Sequence[Sequence[bool]]) -> list[Beat]:
     beats: list[Beat] = []
     at = [0] * len(replicas)
     while left := [r for r, passes in enumerate(replicas) if at[r] < len(passes)]:
@@ -584,7 +582,7 @@ def _of_chunks(replicas: Sequence[Sequence[bool]]) -> list[Beat]:
     return beats
 
 
-def _of_stages(strategy: Strategy, joint: JointPasses, is_trained: bool) -> list[Beat]:
+def _stage_beats(strategy: Strategy, joint: JointPasses, is_trained: bool) -> list[Beat]:
     forward = [(unit, False) for unit in range(len(joint.replicas))]
     orders = [
         [Turn(stage, *operation) for operation in (joint.passes.operations(stage) if is_trained else forward)]

@@ -114,7 +114,6 @@ def _with_node(error: HotspaError, else_why: str = "") -> HotspaError:
 
 
 def _without_store(error: HotspaError, rank: int) -> HotspaError:
-    """The error when the store, which is on rank 0, does not answer."""
     nodes = known_nodes()
     elsewhere = nodes is not None and nodes.names[0] != nodes.names[rank]
     where = f"the node of rank 0, {nodes.names[0]}" if nodes is not None and elsewhere else "the main node"
@@ -236,14 +235,12 @@ def _mismatch(seen: Mapping[str, list[Any]], where: str, shows_values: bool = Fa
 
 
 def _first_difference(values: Sequence[str | None]) -> int:
-    """The first character in which texts differ."""
     texts = [value for value in values if value is not None]
     columns = enumerate(zip_longest(*texts)) if len(texts) == len(values) else ()
     return next((place for place, letters in columns if len(set(letters)) > 1), 0)
 
 
 def _shown(value: str | None, first: int) -> str:
-    """A value; of a long one the part around its first difference."""
     if value is None:
         return "missing"
     if len(value) <= _MAX_SHOWN:

@@ -43,7 +43,7 @@ HOST = next(name for name, abilities in BACKENDS.items() if abilities.host_tenso
 """The backend of groups for small host tensors, whatever the others are."""
 
 
-def of_device(device_type: str) -> str:
+def backend_for(device_type: str) -> str:
     """The backend for ranks that compute on devices of a type, `cuda` or `cpu`."""
     return "nccl" if device_type == "cuda" else HOST
 
@@ -60,7 +60,7 @@ def name_of(group: dist.ProcessGroup | None = None) -> str:
 
 def prepare_environment(device: torch.device) -> None:
     """Sets the variables that a device's groups read when made; existing values stay. Not collective."""
-    for name, value in BACKENDS[of_device(device.type)].environment:
+    for name, value in BACKENDS[backend_for(device.type)].environment:
         os.environ.setdefault(name, value)
 
 

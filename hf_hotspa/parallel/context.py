@@ -643,7 +643,6 @@ class _CutTokens:
 
 
 def _later(piece: Piece, start: int) -> Piece:
-    """A piece whose tokens are counted from its sequence's first one, which may be before the pack."""
     return piece if piece[0] else (0, piece[1] + start, piece[2] + start)
 
 

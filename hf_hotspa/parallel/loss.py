@@ -71,7 +71,7 @@ class _VocabParallelLogProbabilities(torch.autograd.Function):
         probability = (z - peak[:, None] if z is logits else z.sub_(peak[:, None])).exp_()
         total, own_peak = probability.sum(-1), peak
         if group is not None:
-            peaks, totals, targets = _of_all_shards([peak, total, target], group)
+            peaks, totals, targets = _gathered([peak, total, target], group)
             peak, target = peaks.amax(0), targets.sum(0)
             total = (totals * (peaks - peak).exp_()).sum(0)
         target = target - peak
@@ -92,7 +92,7 @@ class _VocabParallelLogProbabilities(torch.autograd.Function):
         return probability.mul_(weight[:, None]).to(ctx.dtype), None, None, None, None, None
 
 
-def _of_all_shards(values: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+def _gathered(values: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     """[values, shards, T]: some [T] of every shard, in the same order on all."""
     own = torch.stack(values)
     shards = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

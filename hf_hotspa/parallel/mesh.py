@@ -92,9 +92,9 @@ class ProcessGroups:
         self.agreement = backends.host_group(everyone, timeout) if world_size > 1 else None
 
     def __len__(self) -> int:
-        return len(self._by_ranks) + sum(group is not None for group in self._of_all())
+        return len(self._by_ranks) + sum(group is not None for group in self._of_all_ranks())
 
-    def _of_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+    def _of_all_ranks(self) -> tuple[dist.ProcessGroup | None, ...]:
         return self.switch, self.forward, self.agreement
 
     def beside(self) -> dist.ProcessGroup | None:
@@ -104,7 +104,7 @@ class ProcessGroups:
         self._beside.append(backends.host_group(range(self.world_size), self.timeout))
         return self._beside[-1]
 
-    def of(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+    def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The group of these ranks; None for one rank. A collective call for all ranks of the world."""
         key = tuple(ranks)
         if len(key) == 1:
@@ -126,16 +126,13 @@ class ProcessGroups:
         return StrategyMesh(strategy, self.rank, coord, tensor, groups.get("pp"), groups.get("cp"), experts)
 
     def _experts(self, strategy: Strategy) -> ExpertGroup | None:
-        if strategy.ep == 1:
-            return None
-        groups = {ranks: self.of(ranks) for ranks in strategy.expert_groups()}
-        group = next(group for ranks, group in groups.items() if self.rank in ranks)
-        assert group is not None
-        return ExpertGroup(group, strategy.ep, strategy.expert_shard(self.rank))
+        group = self._own(strategy.expert_groups()) if strategy.ep > 1 else None
+        return None if group is None else ExpertGroup(group, strategy.ep, strategy.expert_shard(self.rank))
 
-    def _own(self, strategy: Strategy, axis: str) -> dist.ProcessGroup | None:
-        groups = {ranks: self.of(ranks) for ranks in strategy.groups(axis)}
-        return groups[strategy.group_of(self.rank, axis)]
+    def _own(self, parts: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """This rank's of groups that divide all ranks."""
+        groups = {ranks: self.group(ranks) for ranks in parts}
+        return next(group for ranks, group in groups.items() if self.rank in ranks)
 
     def device_mesh(self, strategy: Strategy) -> DeviceMesh | None:
         """All ranks as a torch mesh over the axes `pp`, `dp`, `cp`, `tp` of degree above 1; None if all are 1.
@@ -147,7 +144,7 @@ class ProcessGroups:
 
     def _device_mesh(self, strategy: Strategy, axes: tuple[str, ...]) -> DeviceMesh | None:
         """A torch mesh over the given axes (outermost first) of degree above 1: of all ranks, or without dp of a replica."""
-        groups = {axis: group for axis in axes if (group := self._own(strategy, axis)) is not None}
+        groups = {axis: group for axis in axes if (group := self._own(strategy.groups(axis))) is not None}
         if not groups:
             return None
         ranks = torch.arange(strategy.world_size).view(strategy.pp, strategy.dp, strategy.cp, strategy.tp)
@@ -179,7 +176,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroys the groups made here. Collective. Nothing may be in flight."""
-        for group in self._joined(*self._by_ranks.values(), *self._of_all(), *self._beside):
+        for group in self._joined(*self._by_ranks.values(), *self._of_all_ranks(), *self._beside):
             dist.destroy_process_group(group)
         self._by_ranks.clear()
         self._beside.clear()

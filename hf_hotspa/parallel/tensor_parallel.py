@@ -91,7 +91,6 @@ def gather_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup)
 
 
 def _split_to_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
-    """This shard's slice of a last dim that is whole on every rank; the inverse of `gather_shards`."""
     ways = [partial(way, widths=widths, tensor_group=tensor_group) for way in (_slice_of_shard, _all_gather_last)]
     return with_gradient(*ways, x)
 
@@ -297,7 +296,7 @@ _LOCAL = frozenset({EXPERTS, LATENT})
 """Styles whose parameter gradients are parts of the sum on each rank, whatever gathers the input."""
 
 
-def _of_row(
+def _on_tokens(
     collective: Callable[[Tensor, dist.ProcessGroup], Tensor], group: dist.ProcessGroup
 ) -> Callable[[Tensor], Tensor]:
     """Applies a collective to a row [1, T, ...], or to the tokens [T, ...] of a mixture of experts."""
@@ -307,12 +306,11 @@ def _of_row(
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's tokens. `x`: [1, T/t, h] or [T/t, h], this rank's. `group`: the tensor-parallel group, of t ranks.
     Returns [1, T, h] or [T, h], for column-parallel consumers: their gradients are summed over the group."""
-    return with_gradient(_of_row(gather, group), _of_row(scatter_sum, group), x)
+    return with_gradient(_on_tokens(gather, group), _on_tokens(scatter_sum, group), x)
 
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's tokens of the sum; the inverse of `gather_tokens`."""
-    return with_gradient(_of_row(scatter_sum, group), _of_row(gather, group), x)
+    return with_gradient(_on_tokens(scatter_sum, group), _on_tokens(gather, group), x)
 
 
 def same_tokens(x: Tensor, group: dist.ProcessGroup | None, num_tokens: int) -> Tensor:

@@ -5,7 +5,7 @@ import ast
 import pytest
 import torch.distributed as dist
 
-from hf_hotspa.parallel.backends import BACKENDS, abilities, of_device
+from hf_hotspa.parallel.backends import BACKENDS, abilities, backend_for
 from tests.contract.layers import PACKAGE_FOLDERS, ROOT, source_files
 from tests.shared_gpu import BACKEND
 
@@ -54,7 +54,7 @@ def test_the_check_sees_each_way_to_ask(line: str) -> None:
 
 
 def test_the_table_answers() -> None:
-    assert (of_device("cuda"), of_device("cpu")) == ("nccl", "gloo")
+    assert (backend_for("cuda"), backend_for("cpu")) == ("nccl", "gloo")
     assert BACKENDS["gloo"].tags
     assert not BACKENDS["nccl"].tags
     assert BACKEND not in BACKENDS  # what the tests register is a stranger, of which nothing is taken for granted

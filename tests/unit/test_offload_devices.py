@@ -132,8 +132,8 @@ def test_the_store_is_on_the_host_and_the_strategies_on_the_device(z):
     run, units = switching.executor.run, pool.units
     loads = [pool.load(bucket.strategy, None)]
     returns = [pool.return_gradients(bucket.strategy)]
-    loads += [pool.of_unit(bucket.strategy, unit, True) for unit in units.segments] if z == "+z3" else []
-    returns += [pool.of_unit(bucket.strategy, unit, False) for unit in units.trained] if z else []
+    loads += [pool.unit_plan(bucket.strategy, unit, True) for unit in units.segments] if z == "+z3" else []
+    returns += [pool.unit_plan(bucket.strategy, unit, False) for unit in units.trained] if z else []
     with two_devices():
         loaded = [run(plan, master.weights, weights, switching.weight_dtypes, 1) for plan in loads]
         returned = [run(plan, gradients, master.gradients, switching.gradient_dtypes, epoch=2) for plan in returns]

@@ -89,9 +89,9 @@ def test_runs_of_layers_on_a_slow_rank_are_shorter():
     assert stages_of_replicas(interleaved, (100, 300)) == [[100, 300, 100, 300]]
     cut = after(EIGHT, [interleaved], (1.0, 1 / 3))
     assert sizes(cut, 4) == [3, 1, 3, 1]
-    assert cut.of_ranks(2, 2) == [6, 2]
+    assert cut.rank_costs(2, 2) == [6, 2]
     assert throughput(EIGHT, cut.stages(4), [[100, 300] * 2], 2) == Fraction(1, 6)
-    replicas = Speeds((1.0, 1.0, 1 / 6, 1.0), stage_loads(cut)).of_replicas(Strategy(2, 1, 2, v=2))
+    replicas = Speeds((1.0, 1.0, 1 / 6, 1.0), stage_loads(cut)).replica_speeds(Strategy(2, 1, 2, v=2))
     assert replicas == pytest.approx((1 / 3, 2 / 3))
 
 

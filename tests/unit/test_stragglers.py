@@ -370,17 +370,17 @@ def test_a_state_of_other_ranks_is_left_and_damage_is_named():
 
 def test_a_replica_is_as_fast_as_its_slowest_rank():
     speeds = Speeds((1.0, 1.0, 0.5, 1.0))
-    assert speeds.of_replicas(Strategy(4, 1, 1)) == speeds.ranks
-    assert speeds.of_replicas(Strategy(2, 2, 1)) == (1.0, 0.5)
-    assert speeds.of_replicas(Strategy(1, 4, 1)) is None
-    assert Speeds((1.0, 0.5, 0.5, 1.0)).of_replicas(Strategy(2, 2, 1)) is None
+    assert speeds.replica_speeds(Strategy(4, 1, 1)) == speeds.ranks
+    assert speeds.replica_speeds(Strategy(2, 2, 1)) == (1.0, 0.5)
+    assert speeds.replica_speeds(Strategy(1, 4, 1)) is None
+    assert Speeds((1.0, 0.5, 0.5, 1.0)).replica_speeds(Strategy(2, 2, 1)) is None
 
 
 def test_a_replica_whose_slow_stage_has_less_to_do_is_faster():
     cut = Speeds((1.0, 1.0, 0.5, 1.0), ((1.25, 0.75),))  # stages of ranks 0 and 1, 2 and 3
-    assert cut.of_replicas(Strategy(2, 1, 2)) == (0.5 / 0.75, 1 / 1.25)
-    assert cut.of_replicas(Strategy(4, 1, 1)) == cut.ranks  # of another depth
-    assert Speeds(cut.ranks).of_replicas(Strategy(2, 1, 2)) == (0.5, 1.0)
+    assert cut.replica_speeds(Strategy(2, 1, 2)) == (0.5 / 0.75, 1 / 1.25)
+    assert cut.replica_speeds(Strategy(4, 1, 1)) == cut.ranks  # of another depth
+    assert Speeds(cut.ranks).replica_speeds(Strategy(2, 1, 2)) == (0.5, 1.0)
 
 
 def test_speeds_hold_when_nobody_has_planned_ahead_and_go_on_from_a_state():

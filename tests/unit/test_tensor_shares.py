@@ -208,10 +208,10 @@ def test_a_group_that_divides_by_speed_is_a_faster_stage_and_replica():
     assert fastest_stages(piped, (300, 400, 100, 100)) == (400, 100)
     works = works_by_degree(vector, [two, piped, Strategy(dp=4)])
     assert [tp for tp, _ in works] == [2]
-    slow, quick = Speeds((1.0, 0.25, 1.0, 1.0), works=works).of_replicas(two) or (0.0, 0.0)
+    slow, quick = Speeds((1.0, 0.25, 1.0, 1.0), works=works).replica_speeds(two) or (0.0, 0.0)
     assert quick == 1.0
     assert slow == pytest.approx(100 / faster, rel=0.01)
-    assert Speeds((1.0, 0.25, 1.0, 1.0)).of_replicas(two) == (0.25, 1.0)
+    assert Speeds((1.0, 0.25, 1.0, 1.0)).replica_speeds(two) == (0.25, 1.0)
     assert works_by_degree(even, [two]) == ()
     history = SpeedHistory(0)
     history.trained(0, Speeds((1.0, 0.25, 1.0, 1.0), works=works))

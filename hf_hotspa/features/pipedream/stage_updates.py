@@ -118,7 +118,7 @@ class StageRunner(Runner):
     def updates(self, strategy: Strategy, groups: ProcessGroups, master: MasterStore) -> StageUpdates:
         """The updates of this rank's stage. Collective."""
         size, mine = strategy.stage_size, strategy.coord(groups.rank).pp
-        of_stages = [groups.of(range(first, first + size)) for first in range(0, strategy.world_size, size)]
+        of_stages = [groups.group(range(first, first + size)) for first in range(0, strategy.world_size, size)]
         return StageUpdates(master, self._mode, of_stages[mine])
 
     def phase_runner(self, *shared: Any, updates: StageUpdates) -> PhaseRunner:

@@ -125,5 +125,5 @@ def of_formulas(setup: Setup, micro: int, tokens: int) -> UnequalReplication:
         stages = costs.stages(pp)
         sums = max(len(stage) for stage in stages) * sync[dp - 1] / dp
         passing = 2 * sends[0] if pp > 1 else 0.0
-        equal.append((max(max(costs.of_stages(stages)) * 1e-9 / dp, sums, passing), (pp, dp)))
+        equal.append((max(max(costs.partition_costs(stages)) * 1e-9 / dp, sums, passing), (pp, dp)))
     return UnequalReplication(best, *min(equal))

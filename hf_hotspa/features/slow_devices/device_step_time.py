@@ -39,7 +39,7 @@ def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> 
     """Each rank's part of its replica's work: its stage's cost times its shard of the stage's weights.
 
     Parameters are a poor measure of a head, which costs less beside small layers, and none of an embedding."""
-    costs = vector.stage_costs.of_ranks(strategy.pp, strategy.v)
+    costs = vector.stage_costs.rank_costs(strategy.pp, strategy.v)
     least, most = list(costs), list(costs)
     if vector.measured is None:
         least[-1] = max(least[-1] - vector.head_cost, 1)

@@ -101,7 +101,7 @@ def throughput(
 ) -> Fraction:
     """How many packs all replicas (`stages_of_replicas`) together finish under a partition in the time of one unit of
     cost; with as many ranks per pipeline as stages, or `pp`."""
-    own, passes, total = costs.of_stages(stages), costs.passes(stages), Fraction(0)
+    own, passes, total = costs.partition_costs(stages), costs.passes(stages), Fraction(0)
     pp = pp or len(stages)
     for step_times in replicas:
         taken = [cost * step_time for cost, step_time in zip(own, step_times, strict=True)]
@@ -158,7 +158,7 @@ def stage_loads(costs: StageCosts) -> tuple[tuple[float, ...], ...]:
     """For each depth that is partitioned by speed, the cost of its stages relative to their mean."""
     loads = []
     for step_times in costs.step_times:
-        own = costs.of_stages(costs.stages(len(step_times)))
+        own = costs.partition_costs(costs.stages(len(step_times)))
         loads.append(tuple(max(cost, 1) * len(own) / max(sum(own), 1) for cost in own))
     return tuple(loads)
 
