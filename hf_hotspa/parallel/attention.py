@@ -9,10 +9,10 @@ at the last query and the last key. Four kernels compute the same function:
   windows and sinks,
 * torch's kernel for CPU, block by block, for windows, sinks and prefixes (`parallel.fused_attention`),
 * `scaled_dot_product_attention` per sequence everywhere else,
-* `explicit_attention` for what no fused kernel of torch supports: capped scores (Gemma 2; with flash-attn installed, its kernel
+* `ExplicitAttention` for what no fused kernel of torch supports: capped scores (Gemma 2; with flash-attn installed, its kernel
   computes them), dropout of attention probabilities, whose masks must not depend on the layout, and sinks in 32-bit on CUDA.
 
-`explicit_attention` computes scores and probabilities explicitly, also with sinks (learned scores that take part in the
+`ExplicitAttention` computes scores and probabilities explicitly, also with sinks (learned scores that take part in the
 softmax and then are dropped). It handles one sequence after the other, in blocks of queries with only the keys that they may
 see; the backward recomputes scores and masks. So memory grows with the length of a pack, as with fused kernels, not with its
 square: beside queries, keys and values it holds one block's intermediates, a few times `BLOCK_ELEMENTS` numbers.
@@ -23,7 +23,7 @@ K key/value heads, D and E head dims of keys and of values; queries are [1, H, T
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import accumulate, zip_longest
@@ -39,11 +39,13 @@ from transformers import AttentionInterface
 from hf_hotspa.errors import ModelError
 from hf_hotspa.parallel.collectives import Context
 from hf_hotspa.parallel.fused_attention import (
+    AttentionKernel,
     FusedAttention,
+    Inputs,
     SequenceLengths,
     TakesGradients,
+    attend_by,
     attend_with_prefix,
-    fused_attention,
     gradient_of_sinks,
     kernel_takes,
     with_sinks,
@@ -71,23 +73,6 @@ class Scores:
     sliding_window: int | None = None  # tokens that a position sees, itself included; all before it when None
     softcap: float | None = None  # scores become `softcap * tanh(scores / softcap)` when given
     dropout: AttentionDropout | None = None  # dropout of the probabilities; None for none
-
-
-def explicit_attention(
-    query: Tensor,  # [H, T, D]
-    key: Tensor,  # [K, S, D]; H is a multiple of K
-    value: Tensor,  # [K, S, E]
-    sinks: Tensor | None,  # [H] further scores, which take part in the softmax and add no value; None for none
-    lengths: Sequence[int],  # queries of each sequence
-    scores: Scores,
-    # keys of each sequence, whose last tokens the queries are; as many as queries when None
-    key_lengths: Sequence[int] | None = None,
-) -> Tensor:
-    """Causal attention inside each sequence of a packed row. Returns [H, T, E]."""
-    out: Tensor = _ExplicitAttention.apply(
-        query, key, value, sinks, tuple(zip(lengths, key_lengths or lengths, strict=True)), scores
-    )
-    return out
 
 
 @dataclass(frozen=True)
@@ -172,77 +157,55 @@ def _factor(block: _Block, dropout: AttentionDropout | None, dtype: torch.dtype)
     return keep.to(dtype).mul_(1.0 / (1.0 - dropout.p))
 
 
-def attend_explicitly(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: SequenceLengths, scores: Scores
-) -> Tensor:
-    """`explicit_attention` without a graph; `lengths` are the queries and keys of each sequence."""
-    heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
-    out = query.new_zeros(heads, query.shape[1], value.shape[2])
-    for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
-        weights, _, _ = _probabilities(query, key, sinks, block, scores)
-        weights = _dropped(weights.to(query.dtype), _factor(block, scores.dropout, query.dtype))
-        attended = _grouped(weights, groups) @ value[:, block.keys]
-        out[:, block.queries] = attended.view(heads, -1, value.shape[2])
-    return out
+@dataclass(frozen=True)
+class ExplicitAttention(AttentionKernel):
+    """Causal attention inside each sequence of a packed row, by any scores, on any device."""
 
+    lengths: SequenceLengths
+    scores: Scores
 
-def explicit_gradients(
-    d_out: Tensor,  # [H, T, E], the gradient of the result; `d_x` is the gradient of x
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    lengths: SequenceLengths,
-    scores: Scores,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of queries, keys, values and sinks, each in its dtype; arguments as for `attend_explicitly`."""
-    heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    d_query = torch.zeros_like(query)
-    d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)  # sums over blocks
-    d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
-    for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
-        weights, beside, logits = _probabilities(query, key, sinks, block, scores)
-        own = _grouped(d_out[:, block.queries], groups)
-        factor = _factor(block, scores.dropout, query.dtype)
-        used = _dropped(weights.to(query.dtype), factor)
-        d_value[:, block.keys] += _grouped(used, groups).transpose(1, 2) @ own
-        d_weights = (own @ value[:, block.keys].transpose(1, 2)).view(weights.shape)
-        d_weights = _dropped(d_weights, factor).to(wide)
-        # the softmax: d scores = P * (dP - sum of P dP), where a sink has dP = 0
-        mean = (d_weights * weights).sum(-1, keepdim=True)
-        d_scores = weights * (d_weights - mean)
-        if beside is not None and d_sinks is not None:
-            d_sinks -= (beside * mean).sum((1, 2))
-        if scores.softcap is not None:
-            d_scores = d_scores * (1.0 - (logits.to(wide) / scores.softcap).square()).clamp_min(0.0)
-        d_products = _grouped((d_scores * scores.scaling).to(query.dtype), groups)
-        d_query[:, block.queries] = (d_products @ key[:, block.keys]).view(heads, -1, query.shape[2])
-        d_key[:, block.keys] += d_products.transpose(1, 2) @ _grouped(query[:, block.queries], groups)
-    if d_sinks is not None and sinks is not None:
-        d_sinks = d_sinks.to(sinks.dtype)
-    return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_sinks
+    def _blocks(self, query: Tensor) -> Iterator[_Block]:
+        heads = query.shape[1]
+        return _blocks(self.lengths, heads, self.scores.sliding_window, query.device) if heads else iter(())
 
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, None]:
+        (_, heads, length, _), groups, scores = query.shape, query.shape[1] // max(key.shape[1], 1), self.scores
+        out = query.new_zeros(1, heads, length, value.shape[3])
+        for block in self._blocks(query):
+            weights, _, _ = _probabilities(query[0], key[0], sinks, block, scores)
+            weights = _dropped(weights.to(query.dtype), _factor(block, scores.dropout, query.dtype))
+            attended = _grouped(weights, groups) @ value[0, :, block.keys]
+            out[0, :, block.queries] = attended.view(heads, -1, value.shape[3])
+        return out, None
 
-class _ExplicitAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        lengths: SequenceLengths,
-        scores: Scores,
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value, sinks)
-        ctx.lengths, ctx.scores = lengths, scores
-        return attend_explicitly(query, key, value, sinks, lengths, scores)
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks = ctx.saved_tensors
-        return *explicit_gradients(gradients[0], query, key, value, sinks, ctx.lengths, ctx.scores), None, None
+    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor | None, total: Tensor | None) -> Inputs:
+        (query, key, value), sinks = (x[0] for x in inputs[:3]), inputs[3]
+        scores, heads, groups = self.scores, query.shape[0], query.shape[0] // max(key.shape[0], 1)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        d_query = torch.zeros_like(query)
+        d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)  # sums over blocks
+        d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
+        for block in self._blocks(query[None]):
+            weights, beside, logits = _probabilities(query, key, sinks, block, scores)
+            own = _grouped(d_out[0, :, block.queries], groups)
+            factor = _factor(block, scores.dropout, query.dtype)
+            used = _dropped(weights.to(query.dtype), factor)
+            d_value[:, block.keys] += _grouped(used, groups).transpose(1, 2) @ own
+            d_weights = (own @ value[:, block.keys].transpose(1, 2)).view(weights.shape)
+            d_weights = _dropped(d_weights, factor).to(wide)
+            # the softmax: d scores = P * (dP - sum of P dP), where a sink has dP = 0
+            mean = (d_weights * weights).sum(-1, keepdim=True)
+            d_scores = weights * (d_weights - mean)
+            if beside is not None and d_sinks is not None:
+                d_sinks -= (beside * mean).sum((1, 2))
+            if scores.softcap is not None:
+                d_scores = d_scores * (1.0 - (logits.to(wide) / scores.softcap).square()).clamp_min(0.0)
+            d_products = _grouped((d_scores * scores.scaling).to(query.dtype), groups)
+            d_query[:, block.queries] = (d_products @ key[:, block.keys]).view(heads, -1, query.shape[2])
+            d_key[:, block.keys] += d_products.transpose(1, 2) @ _grouped(query[:, block.queries], groups)
+        if d_sinks is not None and sinks is not None:
+            d_sinks = d_sinks.to(sinks.dtype)
+        return d_query[None], d_key.to(key.dtype)[None], d_value.to(value.dtype)[None], d_sinks
 
 
 ATTENTION = "hotspa_packed"  # the `attn_implementation` of every replica
@@ -496,7 +459,7 @@ def attend(
 
 
 class _Attention(NamedTuple):
-    """One call of a module's attention. With `scores`, by `explicit_attention`, else by a fused kernel."""
+    """One call of a module's attention. With `scores`, by `ExplicitAttention`, else by a fused kernel."""
 
     module: nn.Module
     pack: PackedSequences
@@ -511,8 +474,8 @@ class _Attention(NamedTuple):
             before = pack.prefix.fetched(module, before, query.device)
         if scores is not None:
             key, value, key_lengths = pack.joined(before, key, value)
-            out = explicit_attention(query[0], key[0], value[0], call.sinks, pack.lengths, scores, key_lengths)
-            return out.transpose(0, 1)[None]
+            explicit = ExplicitAttention(tuple(zip(pack.lengths, key_lengths, strict=True)), scores)
+            return attend_by(query, key, value, call.sinks, explicit).transpose(1, 2)
         if call.softcap is not None or (query.is_cuda and varlen_takes(query, value)):  # the only kernel that caps
             key, value, _ = pack.joined(before, key, value)
             return varlen(query, key, value, pack, call)
@@ -523,7 +486,7 @@ class _Attention(NamedTuple):
             key, value, key_lengths = pack.joined(before, key, value, most_before)
             pairs = tuple(zip(pack.lengths, key_lengths, strict=True))
             row = FusedAttention(pairs, call.scaling, call.sliding_window)
-            return fused_attention(query, key, value, call.sinks, row).transpose(1, 2).contiguous()
+            return attend_by(query, key, value, call.sinks, row).transpose(1, 2).contiguous()
         lengths, outs = pack.lengths, []
         parts = query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
         prefixes = [None] * len(lengths) if before is None else pack.prefixes(before)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,17 +40,16 @@ from hf_hotspa.packing.cuts import Piece, Shares, cut_for, share_by_cost, share_
 from hf_hotspa.parallel.attention import (
     AttendsDivided,
     AttentionCall,
+    ExplicitAttention,
     PackedSequences,
     Prefix,
-    Scores,
     attend,
-    attend_explicitly,
-    explicit_gradients,
     varlen,
     varlen_takes,
 )
 from hf_hotspa.parallel.collectives import CLOCK, Context, gather_rows, start_gather, with_gradient
 from hf_hotspa.parallel.fused_attention import (
+    AttentionKernel,
     FusedAttention,
     Inputs,
     SequenceLengths,
@@ -306,33 +305,7 @@ def all_tokens(x: Tensor, division: Division) -> Tensor:
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-class Kernel(Protocol):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns [1, H, t, D], and for the backward [1, H, t] log sums or None."""
-
-    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
-        """The gradients of queries, keys, values and sinks."""
-
-
-class Explicit:
-    """Any computation of scores, on any device."""
-
-    def __init__(self, lengths: SequenceLengths, scores: Scores) -> None:
-        self._lengths, self._scores = lengths, scores
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return attend_explicitly(query[0], key[0], value[0], sinks, self._lengths, self._scores)[None], None
-
-    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
-        query, key, value, sinks = inputs
-        *gradients, d_sinks = explicit_gradients(
-            d_out[0], query[0], key[0], value[0], sinks, self._lengths, self._scores
-        )
-        d_query, d_key, d_value = (x[None] for x in gradients)
-        return d_query, d_key, d_value, d_sinks
-
-
-class Varlen:
+class Varlen(AttentionKernel):
     """On CUDA in 16-bit: the variable-length kernel; the backward runs it again for the saved tensors."""
 
     def __init__(self, pack: PackedSequences, call: AttentionCall) -> None:
@@ -342,7 +315,7 @@ class Varlen:
         call = replace(self._call, sinks=sinks)
         return varlen(query, key, value, self._pack, call).transpose(1, 2), None
 
-    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
+    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor | None, total: Tensor | None) -> Inputs:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in inputs if x is not None]
             again = self.forward(leaves[0], leaves[1], leaves[2], leaves[3] if len(leaves) > 3 else None)[0]
@@ -357,13 +330,13 @@ def kernel_of(
     call: AttentionCall,
     pack: PackedSequences,
     lengths: SequenceLengths,
-) -> Kernel:
+) -> AttentionKernel:
     """The kernel for an attention's query [1, H, t, D] and value [1, K, t, D], with `lengths` of the row's pieces."""
     if call.is_fusable and varlen_takes(query, value):
         return Varlen(pack, call)
     if call.is_fusable and kernel_takes(query, value):
         return FusedAttention(lengths, call.scaling, call.sliding_window)
-    return Explicit(lengths, call.scores(module, query, pack))
+    return ExplicitAttention(lengths, call.scores(module, query, pack))
 
 
 class Ring:
@@ -655,11 +628,11 @@ class _Gathered(torch.autograd.Function):
         value: Tensor,
         sinks: Tensor | None,
         tokens: _CutTokens,
-        kernel: Kernel,
+        kernel: AttentionKernel,
     ) -> Tensor:
         keys, values = tokens.gathered(key, value)
         out, total = kernel.forward(query, keys, values, sinks)
-        ctx.save_for_backward(query, key, value, sinks, out, total)
+        ctx.save_for_backward(query, key, value, sinks, out if total is not None else None, total)
         ctx.tokens, ctx.kernel = tokens, kernel
         return out
 

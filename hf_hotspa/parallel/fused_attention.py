@@ -15,7 +15,7 @@ Shapes: T queries, S keys, P prefix tokens, H query heads, K key/value heads, D 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -166,16 +166,28 @@ class _Block(NamedTuple):
     mask: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class FusedAttention:
+class AttentionKernel(Protocol):
     """Causal attention of sequences of a row, with forward and backward as separate calls."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """[1, H, T, D], and the log sums [1, H, T] if the backward needs them and this result; from queries [1, H, T, D],
+        keys and values [1, K, S, D], sinks [H]."""
+        ...
+
+    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor | None, total: Tensor | None) -> Inputs:
+        """The gradients of queries, keys, values and sinks, each in its dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class FusedAttention(AttentionKernel):
+    """By torch's kernel for CPU."""
 
     lengths: SequenceLengths  # queries and keys of each sequence
     scaling: float | None  # factor on the scores; 1 / sqrt(D) when None
     window: int | None = None  # tokens that a position sees, itself included; None for all before it
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns [1, H, T, D] and the log sums [1, H, T], from queries [1, H, T, D], keys and values [1, K, S, D], sinks [H]."""
         wide = torch.promote_types(query.dtype, torch.float32)
         out, total = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
         for queries, blocks in self._rows(query):
@@ -192,8 +204,8 @@ class FusedAttention:
             out[:, :, queries], total[:, :, queries] = result.to(query.dtype), sums
         return out, total
 
-    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
-        """The gradients of queries, keys, values and sinks, each in its dtype."""
+    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor | None, total: Tensor | None) -> Inputs:
+        assert out is not None
         assert total is not None
         query, key, value, sinks = inputs
         d_query = torch.zeros_like(query, dtype=total.dtype)
@@ -262,19 +274,19 @@ def gradient_of_sinks(d_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) 
     return -(shares * products).sum((0, 2)).to(sinks.dtype)
 
 
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FusedAttention) -> Tensor:
-    """`FusedAttention` as a node of the graph; returns [1, H, T, D]."""
-    out: Tensor = _Fused.apply(query, key, value, sinks, kernel)
+def attend_by(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: AttentionKernel) -> Tensor:
+    """A kernel as a node of the graph; returns [1, H, T, D]."""
+    out: Tensor = _ByKernel.apply(query, key, value, sinks, kernel)
     return out
 
 
-class _Fused(torch.autograd.Function):
+class _ByKernel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FusedAttention
+        ctx: Context, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: AttentionKernel
     ) -> Tensor:
         out, total = kernel.forward(query, key, value, sinks)
-        ctx.save_for_backward(query, key, value, sinks, out, total)
+        ctx.save_for_backward(query, key, value, sinks, out if total is not None else None, total)
         ctx.kernel = kernel
         return out
 

@@ -11,7 +11,8 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.features.dropout.dropout import DropoutMasks, KeyedDropout, _key, feature_keys, kept, token_keys
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.parallel.attention import BLOCK_ELEMENTS, AttentionDropout, PackedSequences, Scores, explicit_attention
+from hf_hotspa.parallel.attention import BLOCK_ELEMENTS, AttentionDropout, ExplicitAttention, PackedSequences, Scores
+from hf_hotspa.parallel.fused_attention import attend_by
 from tests.families import tiny_model
 from tests.tiny_families import tiny_model_of
 
@@ -229,9 +230,8 @@ def test_explicit_attention_is_autograd_of_the_definition(window, softcap, with_
     keep = torch.rand(len(lengths), heads, 20, 20, generator=generator) >= p
     dropout = AttentionDropout(p, lambda index, q, k: keep[index, :, slice(*q), slice(*k)])
     monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", 4 * 20 * 3)
-    out = explicit_attention(
-        query, key, value, sinks if with_sinks else None, lengths, Scores(0.4, window, softcap, dropout)
-    )
+    kernel = ExplicitAttention(tuple(zip(lengths, lengths, strict=True)), Scores(0.4, window, softcap, dropout))
+    out = attend_by(query[None], key[None], value[None], sinks if with_sinks else None, kernel)[0]
     parts = []
     for index, (q, k, v) in enumerate(zip(*(x.split(lengths, 1) for x in given[:3]), strict=True)):
         k, v, length = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), q.shape[1]
@@ -255,7 +255,7 @@ def test_explicit_attention_is_autograd_of_the_definition(window, softcap, with_
 def test_everything_may_be_dropped():
     x = torch.ones(1, 3, 2, requires_grad=True)
     dropout = AttentionDropout(1.0, lambda *place: pytest.fail("no mask is needed"))
-    out = explicit_attention(x, x, x, None, (3,), Scores(1.0, dropout=dropout))
+    out = attend_by(x[None], x[None], x[None], None, ExplicitAttention(((3, 3),), Scores(1.0, dropout=dropout)))
     out.sum().backward()
     assert not out.any()
     assert not x.grad.any()

@@ -144,11 +144,8 @@ def drawn(lengths, heads, dtype=torch.float64, seed=0):
 
 def by_definition(inputs, lengths, window):
     """Attention of one score after the other."""
-    query, key, value, sinks = inputs
-    own, seen = zip(*lengths, strict=True)
-    return attention.explicit_attention(
-        query[0], key[0], value[0], sinks, own, attention.Scores(8**-0.5, window), seen
-    )[None]
+    kernel = attention.ExplicitAttention(lengths, attention.Scores(8**-0.5, window))
+    return fused_attention.attend_by(*inputs, kernel)
 
 
 LENGTHS = ((9, 9), (1, 4), (7, 13), (0, 0), (2, 2))
@@ -164,7 +161,7 @@ def test_windows_and_sinks_are_the_definition(window, with_sinks, monkeypatch):
     used = [x for x in inputs if with_sinks or x is not inputs[3]]
     given = used if with_sinks else [*used, None]
     expected = by_definition(given, LENGTHS, window)
-    out = fused_attention.fused_attention(*given, fused_attention.FusedAttention(LENGTHS, None, window))
+    out = fused_attention.attend_by(*given, fused_attention.FusedAttention(LENGTHS, None, window))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     got, wanted = (torch.autograd.grad((x * weights).sum(), used) for x in (out, expected))
     for a, b in zip(got, wanted, strict=True):
@@ -203,7 +200,7 @@ def test_sinks_beside_the_variable_length_kernel(window, monkeypatch):
     inputs, weights = drawn(lengths, (6, 2))
     call = attention.AttentionCall(0.3, window, None, inputs[3], 0.0)
     out = attention.varlen(*inputs[:3], pack, call).transpose(1, 2)
-    expected = fused_attention.fused_attention(*inputs, kernel)
+    expected = fused_attention.attend_by(*inputs, kernel)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     got, wanted = (torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))
     for a, b in zip(got, wanted, strict=True):
@@ -236,9 +233,10 @@ def test_caps_go_through_the_kernel_of_flash_attn_where_it_is_installed(window, 
     def flash_attn_varlen_func(q, k, v, cu_q, cu_k, most_q, most_k, softmax_scale, causal, window_size, softcap):
         calls.append((cu_q.tolist(), cu_k.tolist(), most_q, most_k, softmax_scale, causal, window_size, softcap))
         scores = attention.Scores(softmax_scale, None if window_size[0] < 0 else window_size[0] + 1, softcap)
-        rows = [x.transpose(0, 1) for x in (q, k, v)]
-        lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
-        return attention.explicit_attention(*rows, None, lengths[0], scores, lengths[1]).transpose(0, 1)
+        rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        lengths = tuple(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True))
+        kernel = attention.ExplicitAttention(lengths, scores)
+        return fused_attention.attend_by(*rows, None, kernel)[0].transpose(0, 1)
 
     module = torch.nn.Module()
     given = [torch.randn(1, heads, 17, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
