@@ -35,8 +35,8 @@ _STRATEGY = re.compile(rf"(?:(?:{'|'.join(DEGREES)})[0-9]+)+")
 _DEGREE = re.compile(rf"({'|'.join(DEGREES)})([0-9]+)")
 _SWITCHES = ("sp", "kh")
 _NUMBER = "([1-9][0-9]{0,5})"
-_OPTIONS = {"sp": "", "kh": "", "rc": f"{_NUMBER}?", "ck": "([0-9]{1,9})", "kg": _NUMBER, "z": "([23])", "v": _NUMBER}
-"""The pattern of the number behind an option; `_added` has more options."""
+_OPTIONS = {"sp": "", "rc": f"{_NUMBER}?", "ck": "([0-9]{1,9})", "kg": _NUMBER, "kh": "", "z": "([23])", "v": _NUMBER}
+"""The pattern of the number behind an option, in the order in which they are written; `_added` has more options."""
 
 
 @dataclass(frozen=True, order=True)
@@ -113,17 +113,13 @@ class Strategy:
     @property
     def options(self) -> str:
         """The options as text, such as `+rc2` or `+ck8192+kh`; empty without options."""
-        named = (
-            ("sp", self.sp, ""),
-            ("rc", self.rc, self.rc if self.rc > 1 else ""),
-            ("ck", self.ck, self.ck),
-            ("kg", self.kg, self.kg),
-            ("kh", self.kh, ""),
-            ("z", self.z, self.z),
-            ("v", self.v > 1, self.v),
+        own = [(name, int(getattr(self, name))) for name in _OPTIONS]
+        bare = {*_SWITCHES, *(name for name, option in _added().items() if not option.numbered)}
+        return "".join(
+            f"+{name}{'' if name in bare or (name == 'rc' and number == 1) else number}"
+            for name, number in (*own, *self.added)
+            if number > (name == "v")
         )
-        more = ((name, True, number if _added()[name].numbered else "") for name, number in self.added)
-        return "".join(f"+{name}{number}" for name, is_on, number in (*named, *more) if is_on)
 
     def option(self, name: str) -> int:
         """The number of an option that a feature adds, 1 for one without a number; 0 if it is not set."""

@@ -15,10 +15,10 @@ from torch import Tensor
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner
-from hf_hotspa.errors import HotspaError, ModelError
+from hf_hotspa.errors import ModelError
 from hf_hotspa.model.replica import Replica
-from hf_hotspa.packing.bucketing import Pack, PhasePlan
-from hf_hotspa.packing.cuts import Shares, share_by_tokens
+from hf_hotspa.packing.bucketing import PhasePlan
+from hf_hotspa.packing.cuts import share_by_tokens
 from hf_hotspa.parallel.agreement import Agreement, check_mini_batch
 from hf_hotspa.parallel.context import in_order
 from hf_hotspa.parallel.mesh import ProcessGroups
@@ -91,10 +91,12 @@ class Evaluation:
         where = f"evaluation mini-batch {self._num_mini_batches}"
         check_mini_batch(self._agreement, mini_batch, self._load_facts, mini_batch.error, where)
         loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
-        in_order = self._in_order(mini_batch)
-        for index, (plan, phase) in enumerate(in_order):
+        loaded = self._loaded.mesh.strategy if self._loaded is not None else None
+        pairs = list(zip(mini_batch.plan.phases, mini_batch.phases, strict=True))
+        pairs.sort(key=lambda pair: pair[1].bucket.strategy != loaded)
+        for index, (plan, phase) in enumerate(pairs):
             try:
-                kept = phase.bucket.pack_tokens if keep_graphs and index == len(in_order) - 1 else 0
+                kept = phase.bucket.pack_tokens if keep_graphs and index == len(pairs) - 1 else 0
                 loss_sum += self._run_phase(plan, phase, with_logits, kept)
                 if with_logits:
                     logits.update(self._gather_logits(plan))
@@ -102,11 +104,6 @@ class Evaluation:
                 self._end_all(phase, where, failure)
         total = float(self._agreement.gather([loss_sum]).sum())
         return EvaluationResult(total, mini_batch.num_labels, logits)
-
-    def _in_order(self, mini_batch: MiniBatch) -> list[tuple[PhasePlan, PhaseBatch]]:
-        pairs = list(zip(mini_batch.plan.phases, mini_batch.phases, strict=True))
-        loaded = self._loaded.mesh.strategy if self._loaded is not None else None
-        return sorted(pairs, key=lambda pair: pair[1].bucket.strategy != loaded)
 
     def _run_phase(self, plan: PhasePlan, phase: PhaseBatch, with_logits: bool, kept: int) -> float:
         runner = self._phases[phase.bucket.strategy]
@@ -134,13 +131,20 @@ class Evaluation:
             mine = torch.cat(logits).to(_dtype_of_logits(replica))
             width = replica.head.widths[strategy.shard_index(replica.mesh.coord.tp)]
             if mine.shape[-1] != width:
-                raise _wrong_width(mine.shape[-1], width)
+                raise ModelError(
+                    f"the model gives {mine.shape[-1]} logits a token and its head has {width} rows",
+                    why="logits are collected by the rows of the vocabulary",
+                    fix="evaluate the loss alone: no compute_metrics, prediction_loss_only=True",
+                )
             return mine
 
         # agreed on: a broadcast of another size would end the process
         mine = self._agreement.run("evaluation", logits_here)
         for dp, packs in enumerate(phase.replicas):
-            parts = [self._parts(replica, pack) for pack in packs]
+            parts = [
+                [share_by_tokens(pack.lengths, 1)] if replica.context is None else replica.context.parts(pack.lengths)
+                for pack in packs
+            ]
             shares = [share for of_pack in parts for share in of_pack]
             rows = []  # by cp coordinate, then by part
             for cp in range(strategy.cp if packs else 0):
@@ -153,11 +157,6 @@ class Evaluation:
                 for sequence in pack.sequences:
                     yield (sequence.row, sequence.start), whole[begin : begin + sequence.num_tokens]
                     begin += sequence.num_tokens
-
-    @staticmethod
-    def _parts(replica: Replica, pack: Pack) -> list[Shares]:
-        context = replica.context
-        return context.parts(pack.lengths) if context is not None else [share_by_tokens(pack.lengths, 1)]
 
     def _replica_logits(self, replica: Replica, place: Coord, num_tokens: int, mine: Tensor | None) -> Tensor:
         """[num_tokens, vocabulary size] of the ranks at a place, over all tp coordinates."""
@@ -175,11 +174,3 @@ class Evaluation:
 
 def _dtype_of_logits(replica: Replica) -> torch.dtype:
     return torch.promote_types(replica.compute_dtype, torch.float32)
-
-
-def _wrong_width(width: int, expected: int) -> HotspaError:
-    return ModelError(
-        f"the model gives {width} logits a token and its head has {expected} rows",
-        why="logits are collected by the rows of the vocabulary",
-        fix="evaluate the loss alone: no compute_metrics, prediction_loss_only=True",
-    )

@@ -113,7 +113,8 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
         if getattr(config, "quantization_config", None) is not None:
             raise quantized_files(folder)
         if config.dtype is None:
-            config.dtype = _first_dtype(files)
+            known = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+            config.dtype = next((known[t.dtype] for t in files.tensors.values() if t.dtype in known), torch.float32)
         # buffers are computed and small
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -138,11 +139,6 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
     model.tie_weights()  # moving to the meta device cut the ties
     _keep_in_fp32(model)
     return model
-
-
-def _first_dtype(files: WeightFiles) -> torch.dtype:
-    known = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return next((known[t.dtype] for t in files.tensors.values() if t.dtype in known), torch.float32)
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
@@ -268,7 +264,10 @@ class SavedModel:
             if isinstance(source, str):
                 self._check_shape(name, self.files.tensors[source].shape, source)
         missing = set(self._expected) - set(self._sources)
-        for names in _tied_names(self._model):
+        tied: dict[int, set[str]] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            tied.setdefault(id(parameter), set()).add(name)
+        for names in tied.values():
             if not names <= missing:
                 missing -= names
         info = LoadStateDictInfo(
@@ -327,13 +326,6 @@ class SavedModel:
 def _some(names: list[str]) -> str:
     more = f" (and {len(names) - _MAX_LISTED} more)" if len(names) > _MAX_LISTED else ""
     return ", ".join(map(repr, names[:_MAX_LISTED])) + more
-
-
-def _tied_names(model: PreTrainedModel) -> list[set[str]]:
-    names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
-    return list(names.values())
 
 
 @torch.no_grad()

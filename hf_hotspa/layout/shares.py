@@ -58,14 +58,10 @@ def shard_rows(
     costs = vector.unit_costs.get(spec.unit) if step_times else None
     if costs is None or not costs.by_step_time:
         return spec.shard_rows(strategy.tp, shard)
-    ranges, start = [], 0
-    for part in spec.parts:
-        low, high = part.cut(strategy.tp, shard)
-        if part.by_step_time and (cuts := cut_columns(part.rows, beside(costs, part.rows, strategy.tp), step_times)):
-            low, high = cuts[shard : shard + 2]
-        ranges.append((start + low, start + high))
-        start += part.rows
-    return tuple(ranges)
+    tp, known = strategy.tp, costs
+    return spec.shard_rows(
+        tp, shard, lambda p: cut_columns(p.rows, beside(known, p.rows, tp), step_times) if p.by_step_time else ()
+    )
 
 
 def stored_rows(

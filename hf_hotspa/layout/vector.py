@@ -12,7 +12,7 @@ in the master store and relay buffers always have the master's precision. Sizes 
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -161,11 +161,15 @@ class ParameterSpec:
             return self.packed.weights
         return self.numel if len(self.shape) > 1 else 0
 
-    def shard_rows(self, tp: int, shard: int) -> tuple[tuple[int, int], ...]:
-        """Returns the row ranges of one shard along `shard_dim`, in storage order."""
+    def shard_rows(
+        self, tp: int, shard: int, cuts: Callable[[Part], tuple[int, ...]] | None = None
+    ) -> tuple[tuple[int, int], ...]:
+        """Returns the row ranges of one shard along `shard_dim`, in storage order. `cuts`: the ends of a part's uneven
+        shares, starting with 0; empty for even ones."""
         ranges, start = [], 0
         for part in self.parts:
-            low, high = part.cut(tp, shard)
+            ends = cuts(part) if cuts is not None else ()
+            low, high = ends[shard : shard + 2] if ends else part.cut(tp, shard)
             ranges.append((start + low, start + high))
             start += part.rows
         return tuple(ranges)

@@ -260,32 +260,20 @@ class TensorPlan:
         transformers gathers fused projections (phi3, glm), which the family slices or halves. Cutting each part of the
         weight keeps activations of attention and MLP sharded, and the slices still fit.
         """
-        if leaf in ("qkv_proj", "o_proj"):
-            return self._fused_attention(name)
-        return leaf in ("gate_up_proj", "down_proj") and self._fused_mlp(name)
-
-    def _gathered_pair(self, first: str, second: str) -> bool:
-        return (self._planned(first), self._planned(second)) == (COLWISE_GATHER, ROWWISE_SPLIT)
-
-    def _fused_attention(self, name: str) -> bool:
-        attention, qkv = self.modules[name], self.modules.get(f"{name}.qkv_proj")
-        head_dim = getattr(attention, "head_dim", 0)
-        return (
-            isinstance(qkv, nn.Linear)
-            and hasattr(attention, "config")
-            and hasattr(attention, "num_key_value_heads")
-            and qkv.out_features == (self._num_heads + 2 * self._num_kv_heads) * head_dim
-            and self._gathered_pair(f"{name}.qkv_proj", f"{name}.o_proj")
-        )
-
-    def _fused_mlp(self, name: str) -> bool:
-        gate_up, down = self.modules.get(f"{name}.gate_up_proj"), self.modules.get(f"{name}.down_proj")
-        return (
-            isinstance(gate_up, nn.Linear)
-            and isinstance(down, nn.Linear)
-            and gate_up.out_features == 2 * down.in_features
-            and self._gathered_pair(f"{name}.gate_up_proj", f"{name}.down_proj")
-        )
+        pair = next((pair for pair in (("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")) if leaf in pair), None)
+        if pair is None:
+            return False
+        first, second = (f"{name}.{one}" for one in pair)
+        fused, owner = self.modules.get(first), self.modules[name]
+        if (self._planned(first), self._planned(second)) != (COLWISE_GATHER, ROWWISE_SPLIT):
+            return False
+        if not isinstance(fused, nn.Linear):
+            return False
+        if pair[0] == "qkv_proj":
+            heads = (self._num_heads + 2 * self._num_kv_heads) * getattr(owner, "head_dim", 0)
+            return hasattr(owner, "config") and hasattr(owner, "num_key_value_heads") and fused.out_features == heads
+        down = self.modules.get(second)
+        return isinstance(down, nn.Linear) and fused.out_features == 2 * down.in_features
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, OverlongError, check_choice
 from hf_hotspa.rows.table import SequenceTable
@@ -239,7 +238,9 @@ def pack_sequences(
         costs.append(length + quadratic_cost * length * length)  # `sequence_cost`
     if speeds is not None:
         pack = partial(pack_sequences, capacity=capacity, pp=pp, quadratic_cost=quadratic_cost, longest=longest)
-        return tuple(_of_share(share, lengths, pack) for share in divide_by_speed(order, costs, speeds))
+        shares = divide_by_speed(order, costs, speeds)
+        own = [(share, pack([lengths[i] for i in share])[0]) for share in shares]
+        return tuple(tuple(tuple(map(share.__getitem__, one)) for one in packs) for share, packs in own)
     alone, fitted = list[list[int]](), list[list[int]]()
     for i in order:
         if lengths[i] <= capacity:
@@ -260,13 +261,6 @@ def pack_sequences(
         return replicas
     most_tokens = Bucket(Strategy(pp=pp), longest, capacity).most_tokens
     return tuple(_filling_soon(replica, lengths, most_tokens) for replica in replicas)
-
-
-def _of_share(
-    share: list[int], lengths: abc.Sequence[int], pack: abc.Callable[..., Any]
-) -> tuple[tuple[int, ...], ...]:
-    (packs,) = pack([lengths[i] for i in share])
-    return tuple(tuple(map(share.__getitem__, own)) for own in packs)
 
 
 def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds: abc.Sequence[float]) -> Packs:
