@@ -455,11 +455,8 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
 
 
 def check_launch(buckets: tuple[Bucket, ...], world_size: int) -> None:
-    """Checks the number of processes.
-
-    Raises:
-        LaunchError: the strategies need another number; the message gives the launch command.
-    """
+    """Checks the number of processes. Raises `LaunchError`: the strategies need another number; the message gives the
+    launch command."""
     needed = buckets[0].strategy.world_size
     if world_size != needed:
         raise LaunchError(
@@ -470,11 +467,8 @@ def check_launch(buckets: tuple[Bucket, ...], world_size: int) -> None:
 
 
 def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShape) -> None:
-    """Checks that every bucket's strategy fits the world and the model, and its lengths the model's positions.
-
-    Raises:
-        StrategyError: naming the strategy, the reason and the legal choices.
-    """
+    """Checks that every bucket's strategy fits the world and the model, and its lengths the model's positions. Raises
+    `StrategyError`: naming the strategy, the reason and the legal choices."""
     limit = model.max_position_embeddings
     if limit is not None and buckets[-1].longest > limit:
         raise StrategyError(

@@ -79,14 +79,10 @@ class Evaluation:
 
     def run(self, mini_batch: MiniBatch, with_logits: bool = False, keep_graphs: bool = False) -> EvaluationResult:
         """Runs all phases of a mini-batch forward. Raises `HotspaError`: on every rank; the weights are unchanged.
-
-        Args:
-            mini_batch: Its strategies must be in the engine's pool. It may have no labels.
-            keep_graphs: Keep the autograd graphs of the last phase's packs, up to the tokens of one pack, for a
-                training pass that begins with them.
-            with_logits: Give every rank the logits of all sequences: tokens of the mini-batch x vocabulary size x 4
-                bytes on each rank, and the same over the wire.
-        """
+        `mini_batch`: its strategies must be in the engine's pool. It may have no labels. `keep_graphs`: keep the
+        autograd graphs of the last phase's packs, up to the tokens of one pack, for a training pass that begins with
+        them. `with_logits`: give every rank the logits of all sequences: tokens of the mini-batch x vocabulary size
+        x 4 bytes on each rank, and the same over the wire."""
         self._num_mini_batches += 1
         where = f"evaluation mini-batch {self._num_mini_batches}"
         check_mini_batch(self._agreement, mini_batch, self._load_facts, mini_batch.error, where)

@@ -655,12 +655,8 @@ class SwitchJob:
 class SwitchWorker:
     """Runs the switches of one rank in one thread, which starts with the first switch.
 
-    While jobs run, nobody else may use the executor.
-
-    Args:
-        on_failure: Called in the thread, at once, for a switch that failed (not: was cancelled): the caller may learn
-            of it only after its computation has waited in vain for a peer.
-    """
+    While jobs run, nobody else may use the executor. `on_failure`: called in the thread, at once, for a switch that
+    failed (not: was cancelled): the caller may learn of it only after its computation has waited in vain for a peer."""
 
     def __init__(self, device: torch.device, on_failure: Callable[[Exception], object] | None = None) -> None:
         self.device, self._on_failure = device, on_failure

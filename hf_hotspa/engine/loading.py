@@ -178,11 +178,8 @@ class _Conversion:
 
 class SavedModel:
     """A model's weights in files: maps the tensors of a folder to the model's. Raises `ModelError`: a weight is
-    missing, of another shape or not floating-point, or the files have an unexpected one.
-
-    Args:
-        model: With or without weights; records how its names were changed, for `save_pretrained`.
-    """
+    missing, of another shape or not floating-point, or the files have an unexpected one. `model`: with or without
+    weights; records how its names were changed, for `save_pretrained`."""
 
     def __init__(self, model: PreTrainedModel, files: WeightFiles) -> None:
         self.files, self._model = files, model

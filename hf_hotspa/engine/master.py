@@ -186,10 +186,7 @@ class MasterStore:
         buffers: Sequence[Tensor | None] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Every complete parameter, on every rank, in master precision; one segment at a time is in memory. Collective.
-
-        Yields:
-            The Hugging Face name (each tied name once) and a tensor of that shape, valid until the next one.
-        """
+        Yields the Hugging Face name (each tied name once) and a tensor of that shape, valid until the next one."""
         if buffers is None:
             buffers = self.weights
         for segment in self.vector.segments:
@@ -228,10 +225,7 @@ class MasterStore:
         """Every complete parameter, in the requested dtype: shares are cast before they travel. Collective.
 
         A rank holds at most one segment beyond its share, and if it casts its part of that, a second copy of the part.
-
-        Yields:
-            The spec, and a tensor of the Hugging Face shape, which stays valid; nothing on other ranks than `to`.
-        """
+        Yields the spec, and a tensor of the Hugging Face shape, which stays valid; nothing on other ranks than `to`."""
         for segment in self.vector.segments:
             specs = [spec for spec in self.vector.specs if segment.start <= spec.offset < segment.stop]
             wanted = {dtype_of(spec) for spec in specs}

@@ -30,13 +30,9 @@ from hf_hotspa.plan.units import Program, StagePass, Units, Visit, name_of_unit
 
 
 class WeightGuard:
-    """Makes the modules of a replica wait for their weights.
-
-    Args:
-        model: The replica's model. Only modules that are called (not only their `forward`) can be guarded.
-        layers: Its decoder layers; layers of other stages own nothing.
-        parameters: With their slots.
-    """
+    """Makes the modules of a replica wait for their weights. `model`: the replica's model. Only modules that are called
+    (not only their `forward`) can be guarded. `layers`: its decoder layers; layers of other stages own nothing.
+    `parameters`: with their slots."""
 
     def __init__(
         self, model: nn.Module, layers: Iterable[nn.Module], parameters: Sequence[tuple[nn.Parameter, Slot]]

@@ -106,12 +106,8 @@ class ProcessGroupTransport(Submissions):
     """Point-to-point transfers of a torch process group; one `batch_isend_irecv` per start.
 
     On NCCL, which has no tags, the order of submission pairs the messages. All ranks of a group must take part in its
-    first operation there (`ProcessGroups.warm_up`).
-
-    Args:
-        group: The group; None for the default one. Ranks are global ranks.
-        rank: This rank; by default its rank in the default group. A single rank needs no group.
-    """
+    first operation there (`ProcessGroups.warm_up`). `group`: the group; None for the default one. Ranks are global
+    ranks. `rank`: this rank; by default its rank in the default group. A single rank needs no group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rank: int | None = None) -> None:
         super().__init__(dist.get_rank() if rank is None else rank)

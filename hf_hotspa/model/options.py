@@ -152,20 +152,13 @@ class EngineOptions:
 
     def timeouts(self, device: torch.device, streams: bool = False) -> tuple[timedelta, timedelta]:
         """The timeouts of all operations, and of switches: with overlapped returns these wait for computations, too.
-
-        Args:
-            streams: Whether a strategy loads or returns its units one at a time, which also waits for computations.
-        """
+        `streams`: whether a strategy loads or returns its units one at a time, which also waits for computations."""
         switch = self.timeout_s if self.overlap(device).return_gradients or streams else self.switch_timeout_s
         return timedelta(seconds=self.timeout_s), timedelta(seconds=switch)
 
     def uses_second_source(self, device: torch.device, num_strategies: int, copy_bytes: int) -> bool:
-        """Whether the weights of two strategies are kept at a time.
-
-        Args:
-            num_strategies: Strategies of the pool with different places of weights.
-            copy_bytes: Bytes of the largest strategy's weights on the fullest rank.
-        """
+        """Whether the weights of two strategies are kept at a time. `num_strategies`: strategies of the pool with
+        different places of weights. `copy_bytes`: bytes of the largest strategy's weights on the fullest rank."""
         if num_strategies < 2 or self.second_source is False:
             return False
         if self.second_source is None:

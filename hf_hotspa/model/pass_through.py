@@ -63,14 +63,9 @@ def take_hidden_state(base: PreTrainedModel, embeddings: tuple[str, ...]) -> Non
 def stage_unsupported_reason(
     base: PreTrainedModel, layers: tuple[str, ...], embeddings: tuple[str, ...], norms: tuple[str, ...]
 ) -> str | None:
-    """Returns why a stage cannot be the model's own class with other stages' layers passed through, or None.
-
-    Args:
-        base: The base model; not changed, and its weights are not read.
-        layers: Names of its lists of layers.
-        embeddings: Names of its modules before the layers.
-        norms: Names of its modules after them.
-    """
+    """Returns why a stage cannot be the model's own class with other stages' layers passed through, or None. `base`:
+    the base model; not changed, and its weights are not read. `layers`: names of its lists of layers. `embeddings`:
+    names of its modules before the layers. `norms`: names of its modules after them."""
     text = base.config.get_text_config()
     family = text.model_type
     planned = list(text.base_model_pp_plan or ())
@@ -160,14 +155,9 @@ def order_unsupported_reason(
     model: Any, base: str, layers: tuple[str, ...], vector: ParameterVector, prefix: str = ""
 ) -> str | None:
     """Returns why a model's units cannot come and go one after the other, or None: also if its forward does not run on
-    pass-throughs, when only the first forward with data can tell.
-
-    Args:
-        model: The causal language model, without a wrapper; not changed, on any device.
-        base: The name of its base model.
-        layers: Names, inside the base model, of its lists of layers.
-        prefix: Of names in the vector, before the names in the model.
-    """
+    pass-throughs, when only the first forward with data can tell. `model`: the causal language model, without a
+    wrapper; not changed, on any device. `base`: the name of its base model. `layers`: names, inside the base model,
+    of its lists of layers. `prefix`: of names in the vector, before the names in the model."""
     family = model.config.get_text_config().model_type
     if len(layers) > 1:
         return f"the layers of {family} run in cycles, so they cannot come and go one after the other (+z2, +z3)"

@@ -96,14 +96,9 @@ def to_storage(tensor: Tensor, shard_dim: int | None) -> Tensor:
 
 
 def from_storage(flat: Tensor | None, shape: Sequence[int], shard_dim: int | None, offset: int | None = None) -> Tensor:
-    """Returns a view of stored elements with the Hugging Face shape: the inverse of `to_storage`.
-
-    Args:
-        flat: 1-D, contiguous.
-        shape: Of the complete parameter or of a shard.
-        shard_dim: The outermost dim in storage; None for the natural order.
-        offset: Where the elements begin; None: `flat` is all of them.
-    """
+    """Returns a view of stored elements with the Hugging Face shape: the inverse of `to_storage`. `flat`: 1-D,
+    contiguous. `shape`: of the complete parameter or of a shard. `shard_dim`: the outermost dim in storage; None for
+    the natural order. `offset`: where the elements begin; None: `flat` is all of them."""
     assert flat is not None
     if offset is not None:
         flat = flat[offset : offset + prod(shape)]

@@ -36,12 +36,8 @@ class SavedTensor:
 class WeightFiles:
     """The tensors of a Hugging Face folder by the names in its files. Opening reads the headers only. Raises
     `HotspaConfigError`: there is no such folder, or no weights in it. Raises `UnsupportedError`: its weights are
-    pickles. Raises `DamagedCheckpointError`: a file is missing, cannot be read, or repeats a tensor.
-
-    Args:
-        folder: Has `model.safetensors`, or an index and its files.
-        only: The one file to read instead.
-    """
+    pickles. Raises `DamagedCheckpointError`: a file is missing, cannot be read, or repeats a tensor. `folder`: has
+    `model.safetensors`, or an index and its files. `only`: the one file to read instead."""
 
     def __init__(self, folder: Path, only: str | None = None) -> None:
         self.folder = folder
@@ -58,12 +54,9 @@ class WeightFiles:
 
     def read(self, name: str, shard_dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
         """Returns elements `[start, stop)` of a tensor in storage order; reads only their rows (columns, for dim 1).
-        `shard_dim`: the outermost dim in storage; None for the natural order. `stop`: None for the end of the tensor.
-        Raises `DamagedCheckpointError`: the file cannot be read.
-
-        Returns:
-            1-D, on the CPU, in the saved dtype. May be a view of the file: copy it and drop it.
-        """
+        `shard_dim`: the outermost dim in storage; None for the natural order. `stop`: None for the end of the
+        tensor. Raises `DamagedCheckpointError`: the file cannot be read. Returns 1-D, on the CPU, in the saved
+        dtype. May be a view of the file: copy it and drop it."""
         saved = self.tensors[name]
         shape, dim = saved.shape, shard_dim or 0
         numel = torch.Size(shape).numel()

@@ -32,13 +32,9 @@ Chain = tuple[tuple[int, int], ...]
 
 def cut_into_chains(lengths: Sequence[int], most: int, pair_cost: float | None = None) -> list[Chain]:
     """Cuts a pack into chunks of at most `most` tokens. Returns chains in the order of the row, which their chunks make
-    up. Only the last chunk of a chain holds several sequences.
-
-    Args:
-        lengths: Tokens of each sequence, each at least 1.
-        pair_cost: Cost of a pair of tokens relative to the cost of one token: chunks of a sequence then cost the same,
-            and none more than `most` tokens that begin a sequence. None for chunks of equal tokens.
-    """
+    up. Only the last chunk of a chain holds several sequences. `lengths`: tokens of each sequence, each at least 1.
+    `pair_cost`: cost of a pair of tokens relative to the cost of one token: chunks of a sequence then cost the same,
+    and none more than `most` tokens that begin a sequence. None for chunks of equal tokens."""
     chains: list[list[tuple[int, int]]] = []
     end, cost, limit = 0, 0.0, _cost(most, pair_cost)
     for length in lengths:

@@ -70,12 +70,8 @@ class MonitoredBarrier:
         self._store, self._rank, self._world_size, self._outcome = store, rank, world_size, outcome
 
     def named(self, error: HotspaError) -> HotspaError:
-        """Returns the error itself, or one that names the silent ranks.
-
-        Returns:
-            A `SilentPeerError` if the wait timed out and some ranks did not answer; else the error itself, also when the
-            process that holds the store is gone.
-        """
+        """Returns a `SilentPeerError` that names the silent ranks if the wait timed out and some did not answer; else the
+        error itself, also when the process that holds the store is gone."""
         with contextlib.suppress(RuntimeError):  # the only error that torch's stores raise
             self._store.set(self._key(self._rank), "here")
             if not _TIMED_OUT.search(str(error)):
@@ -336,14 +332,9 @@ def _located(error: HotspaError, rank: int) -> HotspaError:
 
 
 class Agreement:
-    """Compares digests and exchanges errors over a host-side process group.
-
-    Args:
-        group: A group of all ranks for host tensors; None with one rank.
-        mailbox: Asked for the reason when a peer is gone.
-
-    If a peer is gone or silent, all methods raise `PeerError`, or the error that the peer left in the mailbox.
-    """
+    """Compares digests and exchanges errors over a host-side process group. `group`: a group of all ranks for host
+    tensors; None with one rank. `mailbox`: asked for the reason when a peer is gone. If a peer is gone or silent,
+    all methods raise `PeerError`, or the error that the peer left in the mailbox."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, mailbox: "Mailbox | None" = None) -> None:
         self.group, self.rank, self._mailbox = group, rank, mailbox
@@ -518,11 +509,8 @@ _eras: weakref.WeakKeyDictionary[dist.Store, _Era] = weakref.WeakKeyDictionary()
 class Mailbox:
     """The first error of a run, kept in the rendezvous store for ranks whose peers vanish.
 
-    The next agreement of all ranks empties it, as a script may catch the error on all ranks and continue.
-
-    Args:
-        world_size: With 1 nothing is posted.
-    """
+    The next agreement of all ranks empties it, as a script may catch the error on all ranks and continue. `world_size`:
+    with 1 nothing is posted."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -712,14 +700,10 @@ _announced: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictiona
 
 def same_outcome(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
     """Runs a step, and publishes or reads its outcome. The n-th calls of all ranks belong together. Raises
-    `HotspaError`: the error, on every rank that calls; or `PeerError`, if the deciding rank never calls.
-
-    Args:
-        what: What is done, such as the path of a file. An error reaches only ranks that did the same.
-        function: What this rank does; it may raise a `HotspaError`.
-        decides: Whether this rank's outcome counts for all.
-        timeout_s: How long to wait for the deciding rank.
-    """
+    `HotspaError`: the error, on every rank that calls; or `PeerError`, if the deciding rank never calls. `what`:
+    what is done, such as the path of a file. An error reaches only ranks that did the same. `function`: what this
+    rank does; it may raise a `HotspaError`. `decides`: whether this rank's outcome counts for all. `timeout_s`: how
+    long to wait for the deciding rank."""
     error: HotspaError | None = None
     try:
         function()

@@ -115,16 +115,8 @@ class Division:
 
 class ContextParallel:
     """A replica's rank in context parallelism. Raises `StrategyError`: the method cannot run the model, see
-    `choose_way`.
-
-    Args:
-        mesh: The mesh of a strategy with cp.
-        way: The method of attention in the engine's options.
-        pair_costs: See the engine's options; chunks are cut by them.
-
-    Attributes:
-        way: The method of attention, see `costs.divided`.
-    """
+    `choose_way`. `way`: the method of attention, see `costs.divided`; given, the one in the engine's options.
+    `pair_costs`: see the engine's options; chunks are cut by them."""
 
     def __init__(
         self, mesh: StrategyMesh, shape: ModelShape, way: str, pair_costs: Mapping[int, float], device: torch.device

@@ -65,15 +65,9 @@ def attend_to_block(
 ) -> tuple[Tensor, Tensor]:
     """Attention to some keys alone: the result [1, H, T, D], and the log of the sums of its weights [1, H, T].
 
-    Both are of the dtype of the sums, at least fp32.
-
-    Args:
-        query: [1, H, T, D].
-        key: [1, K, S, D]; H is a multiple of K.
-        value: [1, K, S, D].
-        causal: Whether the keys belong to the queries' own tokens; else all queries see all keys.
-        mask: [T, S] added to the scores, of the dtype of the queries; each query must see a key.
-    """
+    Both are of the dtype of the sums, at least fp32. `query`: [1, H, T, D]. `key`: [1, K, S, D]; H is a multiple of K.
+    `value`: [1, K, S, D]. `causal`: whether the keys belong to the queries' own tokens; else all queries see all keys.
+    `mask`: [T, S] added to the scores, of the dtype of the queries; each query must see a key."""
     groups = query.shape[1] // key.shape[1]
     repeated = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     part, sums = _forward(query, *repeated, 0.0, causal, attn_mask=mask, scale=scaling)

@@ -132,15 +132,10 @@ def chunked_loss(
     run: Callable[[Tensor, slice], Tensor], hidden: Tensor, parameters: Sequence[nn.Parameter], chunks: Sequence[slice]
 ) -> Tensor:
     """The loss of a pack, one chunk of tokens after the other. Returns the sum, an fp64 scalar; its backward may run
-    once.
-
-    Args:
-        run: The loss of a chunk, an fp64 scalar, from its hidden states [1, t, h] and its place in the pack. Every rank of
-            a tensor-parallel group calls it for the same chunks in the same order.
-        hidden: [1, T, h], the base model's output.
-        parameters: All parameters that `run` trains.
-        chunks: The tokens of each chunk; each token is in one of them.
-    """
+    once. `run`: the loss of a chunk, an fp64 scalar, from its hidden states [1, t, h] and its place in the pack.
+    Every rank of a tensor-parallel group calls it for the same chunks in the same order. `hidden`: [1, T, h], the
+    base model's output. `parameters`: all parameters that `run` trains. `chunks`: the tokens of each chunk; each
+    token is in one of them."""
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(run, chunks, hidden, *parameters)
     return torch.stack([run(hidden[:, part], part) for part in chunks]).sum()
