@@ -192,6 +192,11 @@ class _Structure:
             for index, layer in self.base_model.get_submodule(name).named_children()
         }
 
+    @cached_property
+    def attentions(self) -> list[nn.Module]:
+        """The modules in layers that use the attention interface."""
+        return [m for layer in self.decoder_layers.values() for m in layer.modules() if calls_attention(m)]
+
     @property
     def layer_prefixes(self) -> tuple[str, ...]:
         return tuple(f"{self.base}.{name}." for name in self.layers)
@@ -358,26 +363,22 @@ def _shape(structure: _Structure) -> ModelShape:
 
 def _with_unsupported_reasons(shape: ModelShape, structure: _Structure, drops: bool) -> ModelShape:
     """Adds why strategies are not exact; `drops`: attention probabilities are dropped."""
-    model, base, layers, family = structure.model, structure.base_model, structure.layers, shape.family
-    decoder_layers, plan, kinds = list(structure.decoder_layers.values()), structure.plan, structure.kinds
+    model, base, layers, adapters = structure.model, structure.base_model, structure.layers, structure.adapters
+    in_order = order_unsupported_reason(model, structure.base, layers, structure.vector, structure.prefix)
+    can_recompute = model.supports_gradient_checkpointing
     return replace(
         shape,
         pp_unsupported_reason=stage_unsupported_reason(base, layers, structure.embeddings, structure.norms),
-        sp_unsupported_reason=sp_unsupported_reason(
-            plan, kinds, structure.input_embedding, structure.embedding_prefixes, set(structure.fused)
-        ),
-        ck_unsupported_reason=cut_unsupported_reason(family, base, kinds, layers, CHUNKS)
-        or chunks_unsupported_reason(family, decoder_layers, structure.counts_from),
-        cp_unsupported_reason=cut_unsupported_reason(family, base, kinds, layers, RANKS),
-        ring_unsupported_reason=ring_unsupported_reason(family, decoder_layers, drops),
+        sp_unsupported_reason=_no_sequence_parallelism(structure),
+        ck_unsupported_reason=_no_cuts(structure, CHUNKS) or _no_chunks(structure),
+        cp_unsupported_reason=_no_cuts(structure, RANKS),
+        ring_unsupported_reason=_no_ring(structure, drops),
         rc_unsupported_reason=None
-        if model.supports_gradient_checkpointing
+        if can_recompute
         else f"{type(model).__name__} cannot compute the activations of its layers again (+rc)",
-        z_unsupported_reason=order_unsupported_reason(
-            model, structure.base, layers, structure.vector, structure.prefix
-        ),
-        ep_unsupported_reason=ep_unsupported_reason(family, plan.modules, plan.layer_prefixes, kinds)
-        or (_ADAPTED_EXPERTS if structure.adapters is not None and structure.adapters.parameters else None),
+        z_unsupported_reason=in_order,
+        ep_unsupported_reason=_no_expert_parallelism(structure)
+        or (_ADAPTED_EXPERTS if adapters is not None and adapters.parameters else None),
     )
 
 
@@ -464,54 +465,48 @@ def _spec(name: str, tied: tuple[str, ...], parameter: nn.Parameter, unit: int, 
 
 # -- why the tokens of sequences cannot be divided: over ranks of tp (+sp), in chunks, over ranks of cp, on a ring ---------
 
+# Each returns the reason, or None.
+
 CHUNKS, RANKS = "computed in chunks (+ck)", "divided over ranks (cp)"
 
 
-def sp_unsupported_reason(
-    plan: TensorPlan, kinds: tuple[LayerKind, ...], embedding: str, before: list[str], fused: set[str]
-) -> str | None:
-    """Returns why the model cannot be sequence parallel, or None."""
-    if any(kind.alone for kind in kinds):
+def _no_sequence_parallelism(structure: _Structure) -> str | None:
+    plan, before = structure.plan, structure.embedding_prefixes
+    if any(kind.alone for kind in structure.kinds):
         return "some of its layers look at whole sequences of a pack, so it cannot be sequence parallel"
     for name, module in plan.modules.items():
-        early = name != embedding and any(f"{name}.".startswith(prefix) for prefix in before)
+        early = name != structure.input_embedding and any(f"{name}.".startswith(prefix) for prefix in before)
         if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
-    return sequence_parallel_refusal(plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes, fused)
+    own = {*plan.cuts, *plan.partial}
+    return sequence_parallel_refusal(plan.modules, plan.styles, own, plan.layer_prefixes, set(structure.fused))
 
 
-def cut_unsupported_reason(
-    family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str
-) -> str | None:
-    """Returns why sequences cannot be cut along their tokens, or None; `how` is a part of the message."""
-    alone = [index for index, kind in enumerate(kinds) if kind.alone]
-    if alone:
-        layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]
+def _no_cuts(structure: _Structure, how: str) -> str | None:
+    family = structure.text.model_type
+    alone = next((index for index, kind in enumerate(structure.kinds) if kind.alone), None)
+    if alone is not None:
+        layer = list(structure.decoder_layers.values())[alone]
         return (
-            f"{type(layer).__name__} {alone[0]} of {family} is given whole sequences (for a convolution, a state, linear "
+            f"{type(layer).__name__} {alone} of {family} is given whole sequences (for a convolution, a state, linear "
             f"attention or a custom mask), so they cannot be {how}"
         )
-    if len(layers) > 1:
-        return f"the layers of {family} run in cycles, so sequences cannot be {how}"
-    return None
+    return f"the layers of {family} run in cycles, so sequences cannot be {how}" if len(structure.layers) > 1 else None
 
 
-def chunks_unsupported_reason(family: str, layers: Sequence[nn.Module], counted: int | None) -> str | None:
-    """Returns why a sequence cannot be computed in successive chunks, or None."""
-    if counted is not None:
+def _no_chunks(structure: _Structure) -> str | None:
+    family = structure.text.model_type
+    if structure.counts_from is not None:
         return f"the embedding of {family} counts the tokens before a token, so sequences cannot be {CHUNKS}"
-    twice = next((m for layer in layers for m in layer.modules() if calls_attention(m) and num_attends(m) > 1), None)
+    twice = next((module for module in structure.attentions if num_attends(module) > 1), None)
     if twice is not None:
         return f"{type(twice).__name__} of {family} attends twice to the same tokens, so they cannot be {CHUNKS}"
     return None
 
 
-def ep_unsupported_reason(
-    family: str, modules: Mapping[str, nn.Module], layers: tuple[str, ...], kinds: Sequence[LayerKind]
-) -> str | None:
-    """Why the experts of a model cannot be divided over ranks, or None. `layers`: the prefixes of layer names, one for
-    each list of layers. `kinds`: how each layer treats the sequences of a pack."""
-    fused = fused_experts(modules, layers)
+def _no_expert_parallelism(structure: _Structure) -> str | None:
+    family, modules, layers = structure.text.model_type, structure.plan.modules, structure.plan.layer_prefixes
+    fused = structure.fused
     loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in fused), None)
     if loose is not None:
         return (
@@ -531,7 +526,7 @@ def ep_unsupported_reason(
                 return f"{leaf} of {name} is not of single experts, so ep must be 1"
         if any(isinstance(child, nn.ModuleList | nn.Identity) for child in module.children()):
             return f"{name} of {family} has experts without weights, so ep must be 1"
-    if any(kind.alone for kind in kinds):
+    if any(kind.alone for kind in structure.kinds):
         return (
             f"layers of {family} are given one sequence of a pack at a time (for a convolution, a state, linear attention"
             " or a custom mask), and ranks that exchange tokens of experts must run the same packs together, so ep must be 1"
@@ -539,9 +534,8 @@ def ep_unsupported_reason(
     return f"the layers of {family} run in cycles, so ep must be 1" if len(layers) > 1 else None
 
 
-def ring_unsupported_reason(family: str, layers: Sequence[nn.Module], drops: bool) -> str | None:
-    """Returns why attention cannot be computed block by block on a ring, or None."""
-    for module in (module for layer in layers for module in layer.modules() if calls_attention(module)):
+def _no_ring(structure: _Structure, drops: bool) -> str | None:
+    for module in structure.attentions:
         names = names_in_forward(module)
         cap = getattr(module, "attn_logit_softcapping", None)
         # some forwards read it from the config at each call
@@ -556,7 +550,5 @@ def ring_unsupported_reason(family: str, layers: Sequence[nn.Module], drops: boo
             (None not in widths and widths[0] != widths[1], "values of another width than its keys"),
         ):
             if is_there:
-                return (
-                    f"the attention of {family} has {what}, and blocks on a ring are full attention with plain scores"
-                )
+                return f"the attention of {structure.text.model_type} has {what}, and blocks on a ring are full attention with plain scores"
     return None
