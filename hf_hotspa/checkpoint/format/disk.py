@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from hf_hotspa.errors import DamagedCheckpointError
+from hf_hotspa.typed import Count
 
 MAX_JSON_BYTES = 256 << 20  # a larger JSON file is rejected before it is read
 MAX_HEADER_BYTES = 100_000_000  # the largest header of a safetensors file that the safetensors library reads
@@ -37,7 +38,7 @@ class FileRecord:
     """One file of a checkpoint: its path below the checkpoint (with `/`), bytes, and SHA-256 in hex."""
 
     name: str
-    size: int
+    size: Count
     sha256: str
 
 

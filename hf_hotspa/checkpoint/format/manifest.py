@@ -19,7 +19,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ import msgspec
 from hf_hotspa.checkpoint.format import disk
 from hf_hotspa.errors import DamagedCheckpointError
 from hf_hotspa.layout.placement import MASTER_ALIGNMENT
-from hf_hotspa.typed import typed
+from hf_hotspa.typed import Count, typed
 
 MANIFEST = "MANIFEST.json"
 KIND = "hf_hotspa checkpoint"
@@ -55,9 +55,15 @@ _OLD_MODEL_FOLDER = "model"
 class SavedSegment:
     """Elements `[start, stop)` of the vector; `cuts` [world + 1], counted from `start`, divide them between ranks."""
 
-    start: int
-    stop: int
-    cuts: tuple[int, ...]
+    start: Count
+    stop: Count
+    cuts: tuple[Count, ...]
+
+    def __post_init__(self) -> None:
+        if not self.cuts or self.cuts[0] or self.cuts[-1] != self.stop - self.start:
+            raise ValueError("the cuts do not divide the segment")
+        if any(low > high for low, high in itertools.pairwise(self.cuts)):
+            raise ValueError("the cuts of a segment do not ascend")
 
 
 def stored_as(text: str) -> tuple[str, int]:
@@ -80,10 +86,10 @@ class SavedParameter:
     """One parameter."""
 
     name: str
-    shape: tuple[int, ...]  # its Hugging Face shape
-    shard_dim: int | None  # the dim that is outermost in storage; None for the natural order
-    segment: int
-    offset: int  # where it starts in the vector
+    shape: tuple[Count, ...]  # its Hugging Face shape
+    shard_dim: Count | None  # the dim that is outermost in storage; None for the natural order
+    segment: Count
+    offset: Count  # where it starts in the vector
     trainable: bool  # False for a frozen one, which has no optimizer state
     model_dtype: str  # its dtype in the Hugging Face model
     tied_names: tuple[str, ...]  # further names of it
@@ -91,6 +97,26 @@ class SavedParameter:
     # name -> stored dtype: `weight`, and the optimizer's states. One value for each element; with a number, one for
     # each so many, counted from the first (`float32/256`: the scales of quantized states).
     states: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if self.shard_dim is not None and self.shard_dim >= len(self.shape):
+            raise ValueError(f"parameter {self.name!r} has no dim {self.shard_dim}")
+        if self.exported_name not in self.names or len(set(self.names)) < len(self.names):
+            raise ValueError(f"the names of parameter {self.name!r}")
+        if any("/" in state or not state for state in self.states):
+            raise ValueError(f"the names of the states of parameter {self.name!r}")
+        try:
+            for stored in self.states.values():
+                stored_as(stored)
+            known = {self.states.get(WEIGHT), self.model_dtype} <= disk.DTYPES.keys()
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError(f"the states of parameter {self.name!r}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.name, *self.tied_names
 
     @property
     def numel(self) -> int:
@@ -107,8 +133,8 @@ def format_of(parameters: Iterable[SavedParameter]) -> int:
 class Manifest:
     """A checkpoint's table of contents."""
 
-    step: int  # optimizer steps made
-    world_size: int  # ranks that wrote it
+    step: Annotated[int, msgspec.Meta(ge=0, lt=10**15)]  # optimizer steps made
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=_MAX_WORLD)]  # ranks that wrote it
     strategies: str  # as the user writes them
     resumable: bool  # False if only the model was saved
     run: str
@@ -176,9 +202,57 @@ class Manifest:
             rank += 1
 
     def text(self) -> str:
-        data = {"kind": KIND, **asdict(self)}
-        body = _render(data)
-        return _render({**data, "sha256": hashlib.sha256(body.encode()).hexdigest()})
+        return _hashed({"kind": KIND, **msgspec.to_builtins(self)})
+
+    def check(self) -> None:
+        """Checks that its parts belong together, before anything is allocated for them. Raises `ValueError`: they do
+        not."""
+        sizes = {file.name: file.size for file in self.files}
+        if len(sizes) != len(self.files) or MANIFEST in sizes:
+            raise ValueError("a file is listed twice")
+        ends = [0, *(segment.stop for segment in self.segments)]
+        starts = [segment.start for segment in self.segments]
+        if starts != ends[:-1] or any(len(segment.cuts) != self.world_size + 1 for segment in self.segments):
+            raise ValueError("the segments do not tile the vector")
+        self._check_parameters(ends[-1])
+        if not self.has_masters:
+            return
+        for rank, least in enumerate(self._share_bytes()):
+            name = self.located(rank_tensors(rank, self.world_size))
+            if name not in sizes:
+                raise ValueError(f"no file {name!r}")
+            if least > sizes[name]:
+                raise ValueError(f"{name!r} is too small for its tensors")
+
+    def _check_parameters(self, vector_end: int) -> None:
+        end, seen = 0, set[str]()
+        for parameter in self.parameters:
+            if parameter.offset != end:
+                raise ValueError(f"parameter {parameter.name!r} does not start where the previous one ends")
+            end += parameter.numel
+            if parameter.segment >= len(self.segments):
+                raise ValueError(f"parameter {parameter.name!r} has no segment")
+            segment = self.segments[parameter.segment]
+            if parameter.numel and not segment.start <= parameter.offset < end <= segment.stop:
+                raise ValueError(f"parameter {parameter.name!r} leaves its segment")
+            if seen.intersection(parameter.names):
+                raise ValueError(f"the names of parameter {parameter.name!r}")
+            seen.update(parameter.names)
+            each = math.lcm(*(stored_as(stored)[1] for stored in parameter.states.values()))
+            base = parameter.offset - segment.start
+            if each > 1 and any((cut - base) % each for cut in segment.cuts if 0 < cut - base < parameter.numel):
+                raise ValueError(f"blocks of parameter {parameter.name!r} are on two ranks")
+        if self.segments and end != vector_end:
+            raise ValueError("the parameters do not fill the vector")
+
+    def _share_bytes(self) -> list[int]:
+        """The least bytes of each rank's file."""
+        needed = [0] * self.world_size
+        for parameter in self.parameters:
+            stored = [stored_as(text) for text in parameter.states.values()]
+            for rank, low, high in self.holders(parameter, 0, parameter.numel):
+                needed[rank] += sum(num_values(low, high, each) * disk.DTYPES[dtype][1] for dtype, each in stored)
+        return needed
 
     @classmethod
     def parse(cls, text: str, where: str) -> "Manifest":
@@ -193,14 +267,15 @@ class Manifest:
                 where=where,
                 fix="use the version of hf_hotspa that wrote it",
             )
+        if _hashed(data) != text:
+            raise DamagedCheckpointError(f"{MANIFEST} was changed after it was written", where=where)
         try:
             manifest = typed(data, cls)
+            manifest.check()
         except ValueError as error:
-            raise DamagedCheckpointError(f"{MANIFEST} is damaged: {error}", where=where) from error
+            raise DamagedCheckpointError(f"{MANIFEST} is impossible: {error}", where=where) from error
         if manifest.text() != text:
             raise DamagedCheckpointError(f"{MANIFEST} was changed after it was written", where=where)
-        if problem := _problem(manifest):
-            raise DamagedCheckpointError(f"{MANIFEST} is impossible: {problem}", where=where)
         for file in manifest.files:
             disk.check_name(file.name, where)
         return manifest
@@ -225,96 +300,14 @@ def _is_weights(name: str) -> bool:
     return name.rpartition("/")[2] == ADAPTER_WEIGHTS or MODEL_WEIGHTS.fullmatch(name) is not None
 
 
+def _hashed(data: dict[str, Any]) -> str:
+    """Renders a manifest with the hash of its other fields."""
+    body = {name: value for name, value in data.items() if name != "sha256"}
+    return _render({**body, "sha256": hashlib.sha256(_render(body).encode()).hexdigest()})
+
+
 def _render(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=1, sort_keys=True) + "\n"
-
-
-def _problem(manifest: Manifest) -> str | None:
-    """The first impossible entry, before anything is allocated for it."""
-    if not 0 <= manifest.step < 10**15 or not 1 <= manifest.world_size <= _MAX_WORLD:
-        return f"step {manifest.step}, {manifest.world_size} ranks"
-    problem = _problem_of_files(manifest) or _problem_of_segments(manifest) or _problem_of_parameters(manifest)
-    return problem or (_problem_of_sizes(manifest) if manifest.has_masters else None)
-
-
-def _shares(manifest: Manifest) -> list[str]:
-    return [manifest.located(rank_tensors(rank, manifest.world_size)) for rank in range(manifest.world_size)]
-
-
-def _problem_of_files(manifest: Manifest) -> str | None:
-    names = {file.name for file in manifest.files}
-    if len(names) != len(manifest.files) or MANIFEST in names:
-        return "a file is listed twice"
-    if any(file.size < 0 for file in manifest.files):
-        return "a file of negative size"
-    if manifest.has_masters and (missing := set(_shares(manifest)) - names):
-        return f"no file {min(missing)!r}"
-    return None
-
-
-def _problem_of_segments(manifest: Manifest) -> str | None:
-    end = 0
-    for segment in manifest.segments:
-        cuts = segment.cuts
-        if (
-            segment.start != end
-            or len(cuts) != manifest.world_size + 1
-            or cuts[0]
-            or cuts[-1] != segment.stop - segment.start
-        ):
-            return "the segments do not tile the vector"
-        if any(low > high for low, high in itertools.pairwise(cuts)):
-            return "the cuts of a segment do not ascend"
-        end = segment.stop
-    return None
-
-
-def _problem_of_parameters(manifest: Manifest) -> str | None:
-    end, seen = 0, set[str]()
-    for parameter in manifest.parameters:
-        if any(size < 0 for size in parameter.shape) or parameter.offset != end:
-            return f"parameter {parameter.name!r} {parameter.shape} does not start where the previous one ends"
-        end += parameter.numel
-        if not 0 <= parameter.segment < len(manifest.segments):
-            return f"parameter {parameter.name!r} has no segment"
-        segment = manifest.segments[parameter.segment]
-        if parameter.numel and not segment.start <= parameter.offset < end <= segment.stop:
-            return f"parameter {parameter.name!r} leaves its segment"
-        if parameter.shard_dim is not None and not 0 <= parameter.shard_dim < len(parameter.shape):
-            return f"parameter {parameter.name!r} has no dim {parameter.shard_dim}"
-        own = (parameter.name, *parameter.tied_names)
-        if parameter.exported_name not in own or seen.intersection(own) or len(set(own)) < len(own):
-            return f"the names of parameter {parameter.name!r}"
-        seen.update(own)
-        if parameter.states.get(WEIGHT) not in disk.DTYPES or parameter.model_dtype not in disk.DTYPES:
-            return f"the states of parameter {parameter.name!r}"
-        try:
-            each = [stored_as(stored)[1] for stored in parameter.states.values()]
-        except ValueError:
-            return f"the states of parameter {parameter.name!r}"
-        base = parameter.offset - segment.start
-        cuts = [cut - base for cut in segment.cuts if 0 < cut - base < parameter.numel] if max(each) > 1 else []
-        if any(cut % number for cut in cuts for number in each):
-            return f"blocks of parameter {parameter.name!r} are on two ranks"
-        if any("/" in state or not state for state in parameter.states):
-            return f"the names of the states of parameter {parameter.name!r}"
-    if manifest.segments and end != manifest.segments[-1].stop:
-        return "the parameters do not fill the vector"
-    return None
-
-
-def _problem_of_sizes(manifest: Manifest) -> str | None:
-    """The first file that is too small for its rank's share. Call after the checks of segments and parameters."""
-    sizes = {file.name: file.size for file in manifest.files}
-    needed = [0] * manifest.world_size
-    for parameter in manifest.parameters:
-        stored = [stored_as(text) for text in parameter.states.values()]
-        for rank, low, high in manifest.holders(parameter, 0, parameter.numel):
-            needed[rank] += sum(num_values(low, high, each) * disk.DTYPES[dtype][1] for dtype, each in stored)
-    for name, least in zip(_shares(manifest), needed, strict=True):
-        if least > sizes.get(name, 0):
-            return f"{name!r} is too small for its tensors"
-    return None
 
 
 def read_manifest(folder: Path) -> Manifest:
