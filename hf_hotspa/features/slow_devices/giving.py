@@ -24,12 +24,12 @@ All ranks come to the same state; `state_dict` goes into checkpoints. No torch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, linear_regression, median_low
 from typing import Any
 
 from hf_hotspa.strategy import Strategy, as_written
-from hf_hotspa.typed import reading_state
+from hf_hotspa.typed import Count, Positive, reading_state, typed
 
 CHANGE = 0.10  # the paper's significant change of a runtime
 SLOW, RECOVERED = 1.3, 1.15
@@ -171,17 +171,27 @@ class SlowDevices:
         """Restores a state; returns whether it was taken: not with another number of ranks, which are other devices. Raises
         `HotspaConfigError`: the state is invalid."""
         with reading_state("slow devices", "they are found anew"):
-            known = [float(step_time) for step_time in state["known"]]
-            slow = frozenset(int(rank) for rank in state["slow"])
-            changed = [None if step_time is None else float(step_time) for step_time in state["changed"]]
-            seen, refreshes = {as_written(str(name)) for name in state["seen"]}, int(state["num_refreshes"])
-            if len(changed) != len(known) or not slow <= set(range(len(known))) or min(known, default=1.0) <= 0.0:
-                raise ValueError("its lists do not belong together")
-        if len(known) != len(self.known):
+            saved = typed(dict(state), _SavedDevices)
+        if len(saved.known) != len(self.known):
             return False
-        self.known, self.slow, self._changed = known, slow, changed
-        self._seen, self.num_refreshes = seen, refreshes
+        self.known, self.slow, self._changed = list(saved.known), frozenset(saved.slow), list(saved.changed)
+        self._seen, self.num_refreshes = set(map(as_written, saved.seen)), saved.num_refreshes
         return True
+
+
+@dataclass(frozen=True)
+class _SavedDevices:
+    """The state of `SlowDevices`, by rank."""
+
+    known: tuple[Positive, ...]
+    slow: tuple[Count, ...]
+    changed: tuple[float | None, ...]
+    seen: tuple[str, ...]
+    num_refreshes: Count
+
+    def __post_init__(self) -> None:
+        if len(self.changed) != len(self.known) or max(self.slow, default=-1) >= len(self.known):
+            raise ValueError("its lists do not belong together")
 
 
 # -- what slow ranks hand over ----------------------------------------------------------------------------------------
@@ -493,19 +503,35 @@ class Giving:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state; ignores its other strategies. Raises `HotspaConfigError`: the state is invalid."""
         with reading_state("migrated columns", "they are decided anew"):
-            keys = ("shares", "resized", "products", "token_s", "curves")
-            saved = {
-                key: {as_written(name): values for name, values in state[key].items()} for key in keys if key in state
-            }
+            saved = typed(dict(state), _SavedGiving)
+            parts = [
+                {as_written(name): values for name, values in part.items()}
+                for part in (saved.shares, saved.resized, saved.products, saved.token_s)
+            ]
+            curves = {as_written(name): of_groups for name, of_groups in saved.curves.items()}
             for name, shares in self.shares.items():
-                if name not in saved["shares"]:
+                if name not in parts[0]:
                     continue
-                lists = [list(map(float, saved[key][name])) for key in keys[:-1]]
+                lists = [part[name] for part in parts]
                 if {len(values) for values in lists} != {len(shares)}:
                     raise ValueError(f"{name} is of another number of ranks")
                 self.shares[name], self.resized[name] = tuple(lists[0]), tuple(lists[1])
                 self._products[name], self._token_s[name] = lists[2:]
-                if name in self.curves and name in saved["curves"]:
-                    self.curves[name] = [PretestCurves(*map(float, curve)) for curve in saved["curves"][name]]
-            decided = state["decided"]
-            self._decided = decided and [*decided[:2], sorted(map(as_written, decided[2]))]
+                if name in self.curves and name in curves:
+                    self.curves[name] = [PretestCurves(*curve) for curve in curves[name]]
+            self._decided = saved.decided and [*saved.decided[:2], sorted(map(as_written, saved.decided[2]))]
+
+
+_ByRank = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class _SavedGiving:
+    """The state of `Giving`, by strategy."""
+
+    shares: _ByRank
+    resized: _ByRank
+    products: _ByRank
+    token_s: _ByRank
+    decided: tuple[list[float], list[Count], list[str]] | None
+    curves: dict[str, list[tuple[float, float, float, float, float]]] = field(default_factory=dict)

@@ -4,7 +4,7 @@ product columns (`pretest`), and which columns can be left out (`ColumnStatistic
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from hf_hotspa.layout.shares import is_uneven, shard_rows, shard_widths, step_ti
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.typed import reading_state
+from hf_hotspa.typed import PositiveCount, reading_state, typed
 
 # -- partitions by relative step time ----------------------------------------------------------------------------------
 
@@ -175,13 +175,17 @@ class StageCuts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state for the next mini-batch. Raises `HotspaConfigError`: the state is invalid."""
         with reading_state("the stages of pipelines", "stages are cut evenly until slow devices are found anew"):
-            step_times = tuple(tuple(int(step_time) for step_time in of_depth) for of_depth in state["paces"])
-            ranks = tuple(int(step_time) for step_time in state.get("ranks", ()))
-            decided = state["decided"]
-            self._decided = None if decided is None else tuple(map(float, decided))
-            if any(step_time < 1 for of_depth in (*step_times, ranks) for step_time in of_depth):
-                raise ValueError("a relative step time is not positive")
-        self._resumed = step_times, ranks
+            saved = typed(dict(state), _SavedCuts)
+        self._decided, self._resumed = saved.decided, (saved.paces, saved.ranks)
+
+
+@dataclass(frozen=True)
+class _SavedCuts:
+    """The state of `StageCuts`: `StageCosts.step_times`, the speeds of the last decision, and step times by rank."""
+
+    paces: tuple[tuple[PositiveCount, ...], ...]
+    decided: tuple[float, ...] | None
+    ranks: tuple[PositiveCount, ...] = ()  # not in earlier states
 
 
 # -- the cost of handing columns over ----------------------------------------------------------------------------------
