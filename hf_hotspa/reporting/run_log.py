@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -72,16 +72,18 @@ def length_histogram(lengths: Any) -> dict[str, list[int]]:
     }
 
 
-def is_histogram(data: Any) -> bool:
-    """Whether plain data has the format of `length_histogram`."""
-    if not isinstance(data, dict):
-        return False
-    columns: list[Sequence[Any]] = [data.get(name, ()) for name in ("edges", "sequences", "tokens")]
-    if not all(isinstance(c, list) and all(type(n) is int and n >= 0 for n in c) for c in columns):
-        return False
-    edges, sequences, tokens = columns
-    ordered = all(a < b for a, b in pairwise(edges))
-    return ordered and len(sequences) == len(tokens) == len(edges) - 1 > 0
+@dataclass(frozen=True)
+class Histogram:
+    """What `length_histogram` returns."""
+
+    edges: tuple[Count, ...]
+    sequences: tuple[Count, ...]
+    tokens: tuple[Count, ...]
+
+    def __post_init__(self) -> None:
+        ordered = all(a < b for a, b in pairwise(self.edges))
+        if not ordered or not len(self.sequences) == len(self.tokens) == len(self.edges) - 1 > 0:
+            raise ValueError("the lengths are not a histogram")
 
 
 FORMAT = 1
@@ -177,32 +179,19 @@ def _totals(strategy: str, num_phases: int, parts: Sequence[PhaseReport | Strate
 
 @dataclass
 class RunLog:
-    """A record in memory.
-
-    Args:
-        facts: The last header.
-        started: Unix seconds of the first header.
-        steps: By step, each once.
-        evaluations: (step, metrics) in order.
-        saves: Steps after which a checkpoint was saved.
-        memory: Peak bytes of each rank; empty when never recorded.
-        starts: How often the run was started.
-        callback_s: Seconds inside callbacks by class, of the last start that ended.
-        ended: Whether the training's last line has the kind `end`.
-        gain: The measured gain of the last start, if any.
-    """
+    """A record in memory."""
 
     path: str
-    facts: RunFacts
-    started: float
-    steps: list[StepRecord] = field(default_factory=list)
-    evaluations: list[tuple[int, dict[str, float | None]]] = field(default_factory=list)
-    saves: list[int] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
-    starts: int = 1
-    callback_s: dict[str, float] = field(default_factory=dict)
-    ended: bool = False
-    gain: MeasuredGain | None = None
+    facts: RunFacts  # of the last header
+    started: float  # unix seconds of the first header
+    steps: list[StepRecord] = field(default_factory=list)  # in order, each once
+    evaluations: list[tuple[int, dict[str, float | None]]] = field(default_factory=list)  # step, metrics
+    saves: list[int] = field(default_factory=list)  # steps after which a checkpoint was saved
+    memory: list[int] = field(default_factory=list)  # peak bytes of each rank; empty if never recorded
+    starts: int = 1  # how often the run was started
+    callback_s: dict[str, float] = field(default_factory=dict)  # of the last start that ended, by class of callback
+    ended: bool = False  # whether the training's last line has the kind `end`
+    gain: MeasuredGain | None = None  # of the last start
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -267,47 +256,28 @@ def find_run_log(path: str | os.PathLike[str]) -> Path:
 
 
 def read_run_log(path: str | os.PathLike[str]) -> RunLog:
-    """Reads the record that `find_run_log` finds.
-
-    Raises:
-        RunLogError: there is no record, or a line is malformed.
-    """
+    """Reads the record that `find_run_log` finds. Raises `RunLogError`: there is no record, or a line is malformed."""
     file = find_run_log(path)
     lines = file.read_bytes().split(b"\n")
     torn = lines.pop()  # a complete file ends with a newline
     run: RunLog | None = None
     steps: dict[int, StepRecord] = {}
     for number, line in enumerate(lines, start=1):
-        where = f"{file}:{number}"
         try:
             data = _renamed(msgspec.json.decode(line))
-            match kind := data["kind"]:
-                case "header":
-                    run = _with_header(run, data, str(file))
-                case _ if run is None:
-                    raise ValueError("the first line is not a header")
-                case "step":
-                    record = typed(data, StepRecord)
-                    steps[record.step] = record
-                    run.memory = record.memory or run.memory
-                case "eval":
-                    evaluation = typed(data, _Evaluation)
-                    run.evaluations.append((evaluation.step, evaluation.metrics))
-                case "save":
-                    run.saves.append(typed(data["step"], Count))
-                case "end":
-                    run.callback_s = typed(data["callback_s"], dict[str, float])
-                case "gain":
-                    run.gain = typed(data, MeasuredGain)
-            if run is not None and kind != "gain":
-                run.ended = kind == "end"
+            if data["kind"] == "header":
+                run = _with_header(run, data, str(file))
+            elif run is None:
+                raise ValueError("the first line is not a header")
+            else:
+                _take(run, steps, data)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-            raise RunLogError(f"this line is not one of a run's record: {reason}", where=where, fix=_REMEDY) from error
+            what = f"this line is not one of a run's record: {reason}"
+            raise RunLogError(what, where=f"{file}:{number}", fix=_REMEDY) from error
     if run is None:
-        raise RunLogError(
-            "the record is empty" if not torn else "the record has no whole line", where=f"{file}:1", fix=_REMEDY
-        )
+        what = "the record has no whole line" if torn else "the record is empty"
+        raise RunLogError(what, where=f"{file}:1", fix=_REMEDY)
     run.steps = [steps[step] for step in sorted(steps)]
     return run
 
@@ -318,31 +288,74 @@ class _Evaluation:
     metrics: dict[str, float | None]
 
 
-class _Bucket(TypedDict):
+@dataclass(frozen=True)
+class _Save:
+    step: Count
+
+
+@dataclass(frozen=True)
+class _End:
+    callback_s: dict[str, float]
+
+
+_KINDS: dict[str, type] = {"step": StepRecord, "eval": _Evaluation, "save": _Save, "end": _End, "gain": MeasuredGain}
+
+
+def _take(run: RunLog, steps: dict[int, StepRecord], data: Mapping[str, Any]) -> None:
+    """Takes a line after a header; newer versions may write other kinds."""
+    kind = data["kind"]
+    run.ended = kind == "end" or (kind == "gain" and run.ended)
+    match typed(data, _KINDS[kind]) if kind in _KINDS else None:
+        case StepRecord() as record:
+            steps[record.step] = record
+            run.memory = record.memory or run.memory
+        case _Evaluation(step, metrics):
+            run.evaluations.append((step, metrics))
+        case _Save(step):
+            run.saves.append(step)
+        case _End(callback_s):
+            run.callback_s = callback_s
+        case MeasuredGain() as gain:
+            run.gain = gain
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """What pages need of a bucket."""
+
     strategy: str
     low: Count
     longest: Count
     pack_tokens: Count
 
 
-class _Plan(TypedDict):
+@dataclass(frozen=True)
+class _Plan:
+    """What pages need of a plan."""
+
     seconds: float
     static: str
     static_s: float
     rows: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class _Header:
+    """What pages need of a header beyond the types of `RunFacts`."""
+
+    time: float
+    buckets: list[_Bucket]
+    plan: _Plan | None = None
+    lengths: Histogram | None = None
+
+
 def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']!r}, and this version reads {FORMAT}")
-    facts = typed(data, RunFacts)
-    typed(facts.buckets, list[_Bucket])  # checks the fields that pages need; others are kept
-    if facts.plan is not None:
-        typed(facts.plan, _Plan)
-    if facts.lengths is not None and not is_histogram(facts.lengths):
-        raise ValueError("the lengths are not a histogram")
+    header, facts = typed(data, _Header), typed(data, RunFacts)
     if run is None:
-        return RunLog(path, facts, typed(data["time"], float))
+        return RunLog(path, facts, header.time)
+    run.ended = False
     run.facts, run.starts, run.gain = facts, run.starts + 1, None
     return run
 
@@ -352,21 +365,27 @@ def _renamed(data: Any) -> Any:
     counted is among the fields of phases."""
     match data:
         case {"kind": "step", "report": {"phases": [*named]}}:
+            named = [phase for phase in named if isinstance(phase, dict)]
             for phase in named:
-                if isinstance(phase, dict):
-                    phase["counted"] = {name: phase[name] for name in FIELDS if name in phase}
+                phase["counted"] = {name: phase[name] for name in FIELDS if name in phase}
         case {"kind": "header", "buckets": [*named]}:
-            plan = data.get("plan")
-            named += [data, plan, *(plan.get("rows", ()) if isinstance(plan, dict) else ())]
+            named += [data, data.get("plan")]
+            match data.get("plan"):
+                case {"rows": [*rows]}:
+                    named += rows
         case {"kind": "gain", "singles": dict(singles)}:
             return {**data, "singles": {as_written(name): seconds for name, seconds in singles.items()}}
         case _:
             return data
     for part in named:
-        if isinstance(part, dict):
-            if "room_tokens" in part:
-                part["capacity_tokens"] = part.pop("room_tokens")
-            for key in ("strategy", "single", "static"):
-                if isinstance(part.get(key), str):
-                    part[key] = as_written(part[key])
+        _rename(part)
     return data
+
+
+def _rename(part: object) -> None:
+    if isinstance(part, dict):
+        if "room_tokens" in part:
+            part["capacity_tokens"] = part.pop("room_tokens")
+        for key in ("strategy", "single", "static"):
+            if isinstance(part.get(key), str):
+                part[key] = as_written(part[key])

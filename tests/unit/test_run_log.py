@@ -15,13 +15,14 @@ from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import report_page
 from hf_hotspa.reporting.run_log import (
     FILE_NAME,
+    Histogram,
     find_run_log,
-    is_histogram,
     length_histogram,
     plain,
     read_run_log,
 )
 from hf_hotspa.reporting.summary import summarize
+from hf_hotspa.typed import typed
 from tests.run_logs import made_facts, made_report, of_earlier_releases, write_run
 
 
@@ -185,7 +186,7 @@ def test_a_newer_field_is_left_alone(tmp_path):
 @pytest.mark.parametrize("lengths", [[1], [0, 0], [7, 7, 7], [0, 1, 2, 3, 4, 5, 1000], list(range(1, 300))])
 def test_every_length_is_counted_once(lengths):
     found = length_histogram(lengths)
-    assert is_histogram(found)
+    assert typed(found, Histogram).tokens == tuple(found["tokens"])
     assert sum(found["sequences"]) == sum(n > 0 for n in lengths)
     assert sum(found["tokens"]) == sum(lengths)
     for low, high, count in zip(found["edges"], found["edges"][1:], found["sequences"], strict=False):
