@@ -73,23 +73,15 @@ class Rival:
 
 @dataclass(frozen=True)
 class MeasuredGain:
-    """Seconds of forward and backward passes with all transfers, without the update.
+    """Seconds of forward and backward passes with all transfers, without the update. Raises `ValueError`: they are
+    missing, or not of the same mini-batches."""
 
-    Args:
-        switching: Of each mini-batch under the run's strategies.
-        singles: Of the same mini-batches, in the same order, under each single strategy; only of the first ones for a
-            clearly slower strategy.
-        loss_difference: The largest relative difference between losses of a mini-batch.
-        left_out: Common single strategies that were not measured, and why.
-
-    Raises:
-        ValueError: the seconds are missing, or not of the same mini-batches.
-    """
-
-    switching: tuple[float, ...]
+    switching: tuple[float, ...]  # of each mini-batch under the run's strategies
+    # of the same mini-batches, in the same order, under each single strategy; only of the first ones for a clearly
+    # slower strategy
     singles: Mapping[str, tuple[float, ...]]
-    loss_difference: float
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    loss_difference: float  # the largest relative difference between losses of a mini-batch
+    left_out: Mapping[str, str] = field(default_factory=dict)  # common ones that were not measured, and why
 
     def __post_init__(self) -> None:
         counts = {len(seconds) for seconds in self.singles.values()}

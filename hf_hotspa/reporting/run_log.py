@@ -122,7 +122,7 @@ class StrategyTotals(WithCounted):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over steps: seconds as in `Summary`, and changed `rows` by `ROW_CHANGES`."""
+    """Sums over steps: seconds of forward, backward and switches (`StepReport.total_s`), and changed `rows` by `ROW_CHANGES`."""
 
     num_steps: Count = 0
     seconds: float = 0.0
@@ -164,9 +164,12 @@ def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
         for totals in part.strategies:
             of_strategies.setdefault(totals.strategy, []).append(totals)
     return Sums(
-        *(sum(getattr(part, name) for part in parts) for name in ("num_steps", "seconds", "wall_s", "switch_s")),
-        tuple(_totals(name, sum(t.num_phases for t in all_of), all_of) for name, all_of in of_strategies.items()),
-        {change: n for change in ROW_CHANGES if (n := sum(part.rows.get(change, 0) for part in parts))},
+        num_steps=sum(part.num_steps for part in parts),
+        seconds=sum(part.seconds for part in parts),
+        wall_s=sum(part.wall_s for part in parts),
+        switch_s=sum(part.switch_s for part in parts),
+        strategies=tuple(_totals(name, sum(t.num_phases for t in of), of) for name, of in of_strategies.items()),
+        rows={change: n for change in ROW_CHANGES if (n := sum(part.rows.get(change, 0) for part in parts))},
     )
 
 
@@ -305,8 +308,9 @@ def _take(run: RunLog, steps: dict[int, StepRecord], data: Mapping[str, Any]) ->
     """Takes a line after a header; newer versions may write other kinds."""
     kind = data["kind"]
     run.ended = kind == "end" or (kind == "gain" and run.ended)
-    match typed(data, _KINDS[kind]) if kind in _KINDS else None:
-        case StepRecord() as record:
+    record: object = typed(data, _KINDS[kind]) if kind in _KINDS else None
+    match record:
+        case StepRecord():
             steps[record.step] = record
             run.memory = record.memory or run.memory
         case _Evaluation(step, metrics):
@@ -315,8 +319,8 @@ def _take(run: RunLog, steps: dict[int, StepRecord], data: Mapping[str, Any]) ->
             run.saves.append(step)
         case _End(callback_s):
             run.callback_s = callback_s
-        case MeasuredGain() as gain:
-            run.gain = gain
+        case MeasuredGain():
+            run.gain = record
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ lengths.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 from hf_hotspa.report import PhaseReport
-from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals, sums_of
+from hf_hotspa.reporting.run_log import RunLog, StepRecord, Sums, sums_of
 
 _CLEAR = 0.03  # predicted differences below this do not count as a gain or a loss
 _MUCH_SWITCHING = 0.25
@@ -17,25 +17,30 @@ _MUCH_WAITING = 0.2
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A run in numbers. Seconds are sums of `StepReport.total_s`: forward, backward and switches. `utilization` is MFU
-    with the optimizer's step; None if the devices' speed is unknown. `rows` counts changed rows by `ROW_CHANGES`."""
+class Summary(Sums):
+    """A run in numbers: its `Sums`, and more."""
 
-    num_steps: int
-    num_tokens: int
-    seconds: float
-    wall_s: float
-    switch_s: float
-    load_return_s: float
-    hidden_s: float
-    wait_s: float
-    first_loss: float | None
-    last_loss: float | None
-    strategies: tuple[StrategyTotals, ...]
-    median_step_s: float
-    callback_s: float
-    utilization: float | None
-    rows: dict[str, int]
+    first_loss: float | None = None
+    last_loss: float | None = None
+    median_step_s: float = 0.0
+    callback_s: float = 0.0
+    utilization: float | None = None  # MFU with the optimizer's step; None if the devices' speed is unknown
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(totals.num_tokens for totals in self.strategies)
+
+    @property
+    def load_return_s(self) -> float:
+        return sum(totals.moved_s for totals in self.strategies) - self.switch_s
+
+    @property
+    def hidden_s(self) -> float:
+        return sum(totals.hidden_s for totals in self.strategies)
+
+    @property
+    def wait_s(self) -> float:
+        return sum(totals.wait_s for totals in self.strategies)
 
     @property
     def tokens_per_s(self) -> float:
@@ -65,27 +70,17 @@ def summarize(run: RunLog) -> Summary:
     reports = [record.report for record in run.steps]
     every = sums_of(run.steps)
     by_name = {totals.strategy: totals for totals in every.strategies}
-    strategies = tuple(by_name[name] for name in strategy_order(run) if name in by_name)
-    flops, squares = run.facts.flops, sum(totals.squared_tokens for totals in strategies)
-    num_tokens = sum(totals.num_tokens for totals in strategies)
-    last = reports[-max(1, len(reports) // 10) :]
-    return Summary(
-        num_steps=every.num_steps,
-        num_tokens=num_tokens,
-        seconds=every.seconds,
-        wall_s=every.wall_s,
-        switch_s=every.switch_s,
-        load_return_s=sum(totals.moved_s for totals in strategies) - every.switch_s,
-        hidden_s=sum(totals.hidden_s for totals in strategies),
-        wait_s=sum(totals.wait_s for totals in strategies),
+    summary = Summary(
+        **{**vars(every), "strategies": tuple(by_name[name] for name in strategy_order(run) if name in by_name)},
         first_loss=reports[0].loss if reports else None,
-        last_loss=sum(r.loss for r in last) / len(last) if last else None,
-        strategies=strategies,
+        last_loss=fmean(r.loss for r in reports[-max(1, len(reports) // 10) :]) if reports else None,
         median_step_s=median(r.total_s for r in reports) if reports else 0.0,
         callback_s=sum(run.callback_s.values()),
-        utilization=flops.utilization(num_tokens, squares, every.wall_s) if flops is not None and squares else None,
-        rows=every.rows,
     )
+    flops, squares = run.facts.flops, sum(totals.squared_tokens for totals in summary.strategies)
+    if flops is None or not squares:
+        return summary
+    return replace(summary, utilization=flops.utilization(summary.num_tokens, squares, every.wall_s))
 
 
 def measured_steps(run: RunLog) -> list[StepRecord]:
