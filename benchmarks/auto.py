@@ -167,7 +167,7 @@ def least_limit(model: Any, args: Any, longest: int) -> tuple[int, int]:
     sequence that data parallelism holds within it. Collective."""
     import torch
 
-    from hf_hotspa.calibrate.model_calibration import calibrate
+    from hf_hotspa.calibrate.model_calibration import Procedure, calibrate
     from hf_hotspa.model.specs import describe_model
     from hf_hotspa.strategy import Strategy, legal_strategies
     from hf_hotspa.trainer.run_plan import START_S, cost_model
@@ -175,7 +175,9 @@ def least_limit(model: Any, args: Any, longest: int) -> tuple[int, int]:
     description = describe_model(model, torch.bfloat16 if args.bf16 else None)
     plain = legal_strategies(args.world_size, description.shape)
     dtype = description.compute_dtype
-    calibration = calibrate(model.config, strategies=plain, compute_dtype=dtype, longest=longest, seconds=START_S)
+    calibration = calibrate(
+        model.config, strategies=plain, compute_dtype=dtype, procedure=Procedure(longest=longest, seconds=START_S)
+    )
     memory = cost_model(calibration, description, args).memory
     limit = math.ceil(_LIMIT * min(memory.breakdown(s, longest, num_packs=1).total for s in plain) / 2**20)
     return limit, memory.largest_pack(Strategy(args.world_size), limit * 2**20, longest=None)

@@ -37,7 +37,7 @@ from stdlib_corpus import CHAT_TEMPLATE, build_corpus, build_tokenizer, print_le
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed  # noqa: E402
 
 from hf_hotspa import HotSPaTrainer, HotSPaTrainingArguments  # noqa: E402
-from hf_hotspa.calibrate.model_calibration import calibrate  # noqa: E402
+from hf_hotspa.calibrate.model_calibration import Procedure, calibrate  # noqa: E402
 from hf_hotspa.data.prepare import load_source, prepare_dataset  # noqa: E402
 from hf_hotspa.rows.scan import scan_dataset  # noqa: E402
 from hf_hotspa.trainer import script as own  # noqa: E402
@@ -114,7 +114,7 @@ def measure_machine(model: Any, args: HotSPaTrainingArguments) -> None:
     """Measures in little time, with short packs and once only, where `auto` would; the Trainer finds what is kept."""
     if args.hotspa_auto and args.hotspa_calibration is None:
         say("measuring this machine (the next run reads what was found) ...")
-        calibrate(model.config, device=args.device, rounds=1, pack_tokens=512)
+        calibrate(model.config, device=args.device, procedure=Procedure(rounds=1, pack_tokens=512))
 
 
 def written(model: Any, tokenizer: Any, begun: list[int], seed: int) -> str:

@@ -27,7 +27,7 @@ _PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
-def typed(data: Any, kind: type[T]) -> T:
+def typed(data: object, kind: type[T]) -> T:
     """Converts plain data to a dataclass, or to a type built from dataclasses. `data`: the output of a JSON reader:
     dictionaries, lists, texts, numbers. `kind`: the type; its dataclasses may check themselves in `__post_init__`.
     Raises `ValueError`: the data do not match the type; names the field, its value, and what it should hold."""
@@ -52,7 +52,7 @@ def reading_state(what: str, fix: str) -> Iterator[None]:
         ) from None
 
 
-def _in_words(error: msgspec.ValidationError, data: Any) -> str:
+def _in_words(error: msgspec.ValidationError, data: object) -> str:
     match = _PLACE.fullmatch(str(error))
     what, place = (match[1], match[2].removeprefix(".")) if match else (str(error), "")
     if missing := _MISSING.match(what):

@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.calibrate.model_calibration import cached_calibration, calibrate, calibration_key
+from hf_hotspa.calibrate.model_calibration import Procedure, cached_calibration, calibrate, calibration_key
 from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Device, Hardware
@@ -568,8 +568,10 @@ def agreed_calibration(
     if args.hotspa_calibration in (None, MEASURE):
         return calibrate(
             trained_config(config, args), strategies=strategies, compute_dtype=description.compute_dtype,
-            device=args.device, progress=lambda text: tqdm.write(printable(f"calibration: {text}")), longest=longest,
-            seconds=None if args.hotspa_calibration == MEASURE else START_S, base=frozen_base(description),
+            device=args.device, base=frozen_base(description), procedure=Procedure(
+                longest=longest, seconds=None if args.hotspa_calibration == MEASURE else START_S,
+                progress=lambda text: tqdm.write(printable(f"calibration: {text}")),
+            ),
         )  # fmt: skip
 
     def read() -> Calibration:

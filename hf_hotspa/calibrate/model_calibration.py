@@ -74,6 +74,18 @@ _TIMEOUT = timedelta(minutes=10)
 Progress = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Procedure:
+    """How a machine is measured."""
+
+    rounds: int = ROUNDS
+    pack_tokens: int | None = None  # tokens of the longest pack; determined by trial if None
+    longest: int | None = None  # most tokens of a pack; None for no limit
+    seconds: float | None = None  # about the most, if any: packs are shorter, rounds fewer, complete phases left out
+    devices_per_node: int | None = None  # found if None
+    progress: Progress | None = None  # called on rank 0 with each step as text
+
+
 def calibrate(
     config: PreTrainedConfig,
     *,
@@ -82,14 +94,8 @@ def calibrate(
     device: torch.device | None = None,  # of this rank; if None its CUDA device if present, otherwise the CPU
     cache: Path | None = None,  # folder of calibrations; `costs.calibration.cache_folder()` if None
     force: bool = False,  # whether to measure even if the cache has the calibration
-    progress: Progress | None = None,  # called on rank 0 with each step as text
-    devices_per_node: int | None = None,
-    rounds: int = ROUNDS,
-    pack_tokens: int | None = None,  # tokens of the longest pack; determined by trial if None
-    longest: int | None = None,  # most tokens of a pack; None for no limit
-    seconds: float | None = None,  # about the most, if any: packs are shorter, rounds fewer, complete phases left out
-    base: FrozenBase
-    | None = None,  # a frozen base, of which only added weights are trained; None if the model is trained
+    base: FrozenBase | None = None,  # a frozen base, of which only added weights are trained; None if all are trained
+    procedure: Procedure | None = None,
 ) -> Calibration:
     """Measures a model, or reads an earlier calibration from the cache; equal on all ranks. Collective; takes seconds.
     Raises `HotspaError` on every rank: the model cannot be laid out, a file is broken, ranks differ, or one failed."""
@@ -98,10 +104,8 @@ def calibrate(
     groups = ProcessGroups(rank, world_size, device or default_device(), _TIMEOUT)
     try:
         agreement = Agreement(groups.agreement, rank)
-        local, say = devices_per_node or nodes_of(agreement).devices_per_node, progress if rank == 0 else None
-        dtype = compute_dtype or config_dtype(config)
         session = _Session(
-            config, dtype, local, groups, agreement, say or logger.debug, rounds, pack_tokens, longest, seconds, base
+            config, compute_dtype or config_dtype(config), groups, agreement, procedure or Procedure(), base
         )
         calibration = session.run(strategies, cache or cache_folder(), force)
         groups.close()
@@ -171,30 +175,27 @@ def _same(facts: tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]) -
 
 @dataclass
 class _Session:
-    """One call of `calibrate`, whose arguments these are."""
+    """One call of `calibrate`."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
-    devices_per_node: int
     groups: ProcessGroups
     agreement: Agreement
-    say: Progress
-    rounds: int
-    pack_tokens: int | None
-    longest: int | None
-    seconds: float | None
+    procedure: Procedure
     base: FrozenBase | None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rank, self.world_size, self.device = self.groups.rank, self.groups.world_size, self.groups.device
+        self.devices_per_node = self.procedure.devices_per_node or nodes_of(self.agreement).devices_per_node
+        self.say: Progress = (self.procedure.progress if self.rank == 0 else None) or logger.debug
 
     def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
         key, shape, degrees, whole = self.agreement.run(
             "calibration", lambda: self._described(strategies), _same, otherwise=_of_any_kind
         )
         key = CalibrationKey(**self._from_first(vars(key)))
-        whole = whole if self.seconds is None else []
+        whole = whole if self.procedure.seconds is None else []
         path = folder / f"{key.digest()}.json"
         calibration = None if force else self._cached(folder, key)
         if calibration is not None:
@@ -245,7 +246,7 @@ class _Session:
         model = self._copy(num_layers, self.device)
         return model if self.base is None else with_frozen_base(model, self.base)
 
-    def _from_first(self, data: Any) -> Any:
+    def _from_first(self, data: object) -> Any:
         return json.loads(self.agreement.texts(json.dumps(data) if self.rank == 0 else "")[0])
 
     def _cached(self, folder: Path, key: CalibrationKey) -> Calibration | None:
@@ -262,8 +263,10 @@ class _Session:
         self, key: CalibrationKey, shape: ModelShape, degrees: list[int], whole: list[Strategy]
     ) -> Calibration:
         begin = time.perf_counter()
-        until = math.inf if self.seconds is None else begin + self.seconds
-        measuring = Measuring(self.agreement, self.device, key.slots / self.world_size, self.rounds, self.say, until)
+        until = math.inf if self.procedure.seconds is None else begin + self.procedure.seconds
+        measuring = Measuring(
+            self.agreement, self.device, key.slots / self.world_size, self.procedure.rounds, self.say, until
+        )
         self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
         with freeing_at_once():
             few, more = self.agreement.run(
@@ -272,14 +275,14 @@ class _Session:
             # an engine on each copy; complete phases run on the copy with more layers
             probes = [Probe(few, degrees, self.dtype, measuring), Probe(more, degrees, self.dtype, measuring, whole)]
             most = self._most_tokens(probes[-1], shape)
-            longest = self.pack_tokens or self._longest(probes[-1], most)
+            longest = self.procedure.pack_tokens or self._longest(probes[-1], most)
             memory = self._memory(probes, degrees, longest, most)
         links, exchanges = self._links(shape, measuring), tuple[ExchangeSample, ...]()
         layouts = [s for s in context_layouts(self.world_size, degrees) if s.unsupported_reason(shape) is None]
         if layouts and not measuring.is_late():
             self.say("exchanges of context parallelism")
             exchanges = measure_exchanges(self.groups, layouts, measuring)
-        last = min(4 * longest, most) if self.pack_tokens else self._longest(probes[0], most, 2 * longest)
+        last = min(4 * longest, most) if self.procedure.pack_tokens else self._longest(probes[0], most, 2 * longest)
         packs = [pack_lengths(longest, last), pack_lengths(longest)]
         timing = time_packs(probes, degrees, packs, measuring)
         phases = time_phases(probes[-1], whole, longest, measuring)
@@ -318,7 +321,9 @@ class _Session:
         return links
 
     def _most_tokens(self, probe: Probe, shape: ModelShape) -> int:
-        most = min(shape.max_position_embeddings or _LARGEST_PACK, _LARGEST_PACK, self.longest or _LARGEST_PACK)
+        most = min(
+            shape.max_position_embeddings or _LARGEST_PACK, _LARGEST_PACK, self.procedure.longest or _LARGEST_PACK
+        )
         if (free := device_limit(self.device)) is not None:
             layer = activation_bytes(shape, 1, element_bytes=self.dtype.itemsize)
             each = layer * probe.num_layers + 12 * shape.vocab_size
@@ -328,13 +333,13 @@ class _Session:
     def _longest(self, probe: Probe, most: int, first: int = _FIRST_PACK) -> int:
         """Returns the tokens of the longest pack: doubles them until a pack takes long enough, or memory is full."""
         longest, strategy = min(first, most), Strategy(self.world_size)
-        enough = LONGEST_PACK_S if self.seconds is None else _PACK_SHARE * self.seconds
+        enough = LONGEST_PACK_S if self.procedure.seconds is None else _PACK_SHARE * self.procedure.seconds
         probe.load(strategy)
         while True:
             probe.run(strategy, (longest,), 1)
             # on CPU use core time: with the clock, other programs would make packs short on a busy machine
             both = probe.run(strategy, (longest,), 1)
-            seconds = both[self.device.type == "cpu"] if self.seconds is None else max(both)
+            seconds = both[self.device.type == "cpu"] if self.procedure.seconds is None else max(both)
             if longest * 2 > most or self._most(seconds) >= enough / 2:
                 break
             longest *= 2

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -361,8 +361,7 @@ class Probe:
     ) -> None:
         world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         self.strategies = {tp: Strategy(world_size // tp, tp, 1) for tp in degrees}
-        config: Any = model.config
-        self.num_layers: int = config.get_text_config().num_hidden_layers
+        self.num_layers: int = cast(PreTrainedConfig, model.config).get_text_config().num_hidden_layers
         # a pipeline of two stages, if possible
         self.pipeline = Strategy(world_size // 2, 1, 2) if world_size % 2 == 0 and self.num_layers > 1 else None
         engines = dict.fromkeys([*self.strategies.values(), *([self.pipeline] if self.pipeline else []), *others])
@@ -667,7 +666,7 @@ class _Layer:
         self._replica.release()
 
 
-def _leaf(value: Any) -> Any:
+def _leaf(value: object) -> object:
     """Makes a hidden state require a gradient, as for a layer in the middle."""
     if isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point():
         return value.detach().requires_grad_()

@@ -84,15 +84,12 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class ModelWeights:
-    """The weight files of a model, planned without its weights.
-
-    Attributes:
-        shards: Each tensor with its name in its file, and the name in memory of its source weight.
-    """
+    """The weight files of a model, planned without its weights. `shards`: each tensor with its name in its file, and the
+    name in memory of its source weight."""
 
     def __init__(
         self,
-        model: Any,  # a transformers model, with weights or on the meta device; or a `PeftModel`, if `adapted`
+        model: nn.Module,  # a transformers model, with weights or on the meta device; or a `PeftModel`, if `adapted`
         # in the order in which they are gathered; of an adapter the trained ones
         parameters: Sequence[ParameterSpec | SavedParameter],
         adapted: bool,
@@ -177,15 +174,10 @@ class ModelWeights:
         return sorted(converted) == sorted((name, tensor.shape) for name, tensor in whole.items())
 
 
-def check_rewritten(folder: Path, manifest: Manifest, model: Any, failure: DamagedCheckpointError) -> None:
+def check_rewritten(folder: Path, manifest: Manifest, model: nn.Module, failure: DamagedCheckpointError) -> None:
     """Checks that weight files written by another program hold the same weights as the ranks' shares. Raises
-    `DamagedCheckpointError`: they do not, or cannot be read.
-
-    Args:
-        manifest: The checkpoint's manifest; all other files match it.
-        model: A model like the saved one, for its names only.
-        failure: The error to raise if the files cannot be compared.
-    """
+    `DamagedCheckpointError`: they do not, or (`failure`) cannot be compared. All other files match the manifest; `model`
+    is like the saved one, for its names only."""
     reader = ShareReader(folder, manifest)
     weights = (
         (p.exported_name, reader.whole(p).to(getattr(torch, p.model_dtype))) for p in manifest.parameters
@@ -288,8 +280,7 @@ def export(
     dtype is not a floating-point dtype. Raises `OSError`: the disk fails."""
     if dtype is not None and not (dtype in DTYPES and getattr(torch, dtype).is_floating_point):
         raise HotspaConfigError(f"dtype {dtype!r}", fix="use float32, bfloat16, float16 or float64")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise HotspaConfigError(f"{str(target)!r} exists", fix="name a new or an empty directory")
+    _check_unused(target)
     manifest = verify(checkpoint)
     disk = Disk()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -312,6 +303,11 @@ def export(
             disk.remove(beside)
         raise
     return [target / name for name, _ in shards]
+
+
+def _check_unused(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise HotspaConfigError(f"{str(target)!r} exists", fix="name a new or an empty directory")
 
 
 def _from_masters(checkpoint: Path, manifest: Manifest, dtype: str | None) -> tuple[Entries, Callable[[Any], Buffer]]:
@@ -403,8 +399,7 @@ def merge(
         files, merged = Path(folder) / "adapter", Path(folder) / "merged"
         export(checkpoint, files)
         adapter = (files / weights).parent
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise HotspaConfigError(f"{str(target)!r} exists", fix="name a new or an empty directory")
+        _check_unused(target)
         name = base or json.loads((adapter / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
         model = _loaded(name, quantization, double, dtype)
         from peft import PeftModel

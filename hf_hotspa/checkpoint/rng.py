@@ -21,7 +21,7 @@ def random_state() -> dict[str, Any]:
         "python": {"version": version, "words": list(words), "gauss": gauss},
         "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
     }
-    numpy_state: Any = np.random.get_state(legacy=False)
+    numpy_state = np.random.get_state(legacy=False)
     state["numpy"] = {
         "generator": numpy_state["bit_generator"],
         "key": numpy_state["state"]["key"].tolist(),
@@ -52,7 +52,9 @@ def set_random_state(state: dict[str, Any], where: str) -> None:
         ) from error
 
 
-def set_generators(python: Any, numpy_state: Any, torch_state: torch.Tensor, cuda: torch.Tensor | None) -> None:
+def set_generators(
+    python: tuple[Any, ...], numpy_state: tuple[Any, ...], torch_state: torch.Tensor, cuda: torch.Tensor | None
+) -> None:
     """Sets the generators to states that they returned. Raises whatever they raise."""
     random.setstate(python)
     np.random.set_state(numpy_state)

@@ -18,12 +18,13 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_pt_utils import safe_globals
 
 from hf_hotspa.checkpoint.format.disk import read_object
@@ -178,7 +179,7 @@ class StockCheckpoint:
         )
 
     def _share(
-        self, value: Any, shape: tuple[int, ...], shard_dim: int | None, start: int, stop: int, what: str
+        self, value: object, shape: tuple[int, ...], shard_dim: int | None, start: int, stop: int, what: str
     ) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
@@ -190,7 +191,7 @@ class StockCheckpoint:
             )
         return to_storage(value, shard_dim)[start:stop].clone()
 
-    def check_scheduler(self, scheduler: Any) -> None:
+    def check_scheduler(self, scheduler: LRScheduler) -> None:
         """Raises `ResumeError` if another kind of scheduler saved the state."""
         own = scheduler.state_dict()
         if own.keys() != self.scheduler.keys():
@@ -220,19 +221,16 @@ class StockCheckpoint:
         return True
 
     def check_order(
-        self, rows: int | None, batches: int, accumulation: int, per_device: int, mini_batch: int, drop_last: bool
+        self,
+        rows: int | None,  # of an epoch of the run; None if unknown
+        batches: int,  # of a process in an epoch of the run
+        accumulation: int,  # batches of a step
+        per_device: int,  # rows of a batch
+        mini_batch: int,  # rows of a step, over all processes
+        drop_last: bool,  # whether an incomplete last mini-batch is left out
     ) -> None:
         """Compares the trained mini-batches with the run's, as far as step and epoch tell. Raises `ResumeError`: they
-        differ.
-
-        Args:
-            rows: Rows that an epoch of the run trains; None if unknown.
-            batches: Batches of a process in an epoch of the run.
-            accumulation: Batches of a step.
-            per_device: Rows of a batch.
-            mini_batch: Rows of a step, over all processes.
-            drop_last: Whether an incomplete last mini-batch is left out.
-        """
+        differ."""
         step, epoch = self.trainer_state["global_step"], self.trainer_state.get("epoch")
         saved = self.trainer_state.get("train_batch_size")
         if not isinstance(epoch, int | float) or not isinstance(saved, int) or saved < 1:
@@ -295,7 +293,7 @@ def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
 PICKLED_ARGUMENTS = "training_args.bin"
 
 
-def pickled(value: Any) -> bytes:
+def pickled(value: object) -> bytes:
     """Returns the bytes that `torch.save` writes for a value."""
     file = io.BytesIO()
     torch.save(value, file)
@@ -339,7 +337,7 @@ def state_buffers(master: MasterStore, optimizer: Optimizer, key: str) -> list[T
     return buffers
 
 
-def _is_elementwise(value: Any, parameter: Tensor) -> bool:
+def _is_elementwise(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
@@ -357,5 +355,5 @@ def optimizer_state(optimizer: Optimizer, master: MasterStore, states: Mapping[s
     return {"state": state, "param_groups": described["param_groups"]}
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: object) -> object:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

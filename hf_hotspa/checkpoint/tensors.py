@@ -121,7 +121,7 @@ def share_of(master: MasterStore, optimizer: Optimizer | None, vector: Parameter
     return share
 
 
-def _scalar_to_json(value: Any, name: str) -> Any:
+def _scalar_to_json(value: object, name: str) -> Any:
     if isinstance(value, Tensor) and value.dim() == 0:
         return {"dtype": dtype_name(value.dtype), "value": value.item()}
     if value is None or isinstance(value, bool | int | float | str):
@@ -133,13 +133,13 @@ def _scalar_to_json(value: Any, name: str) -> Any:
     )
 
 
-def _scalar_from_json(value: Any) -> Any:
+def _scalar_from_json(value: object) -> Any:
     if isinstance(value, dict):
         return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
     return value
 
 
-def state_to_json(value: Any) -> Any:
+def state_to_json(value: object) -> Any:
     """Returns the state of a scheduler for JSON; rates that are tensors, as some optimizers require, are marked so."""
     if isinstance(value, Tensor):
         return _scalar_to_json(value, "a tensor")
@@ -148,7 +148,7 @@ def state_to_json(value: Any) -> Any:
     return {key: state_to_json(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
-def state_from_json(value: Any) -> Any:
+def state_from_json(value: object) -> Any:
     """The inverse of `state_to_json`."""
     if isinstance(value, list):
         return [state_from_json(part) for part in value]
@@ -285,37 +285,26 @@ def _described(parameter: SavedParameter | ParameterSpec, dtype: str) -> str:
 def restore(
     folder: Path, manifest: Manifest, master: MasterStore, optimizer: Optimizer | None, saved: Mapping[str, Any] | None
 ) -> None:
-    """Fills this rank's share of the master store, and the states of its optimizer, from a checkpoint of any layout.
-    Raises `ResumeError`: it is another optimizer. Raises `DamagedCheckpointError`: a file does not hold what the
-    manifest says.
-
-    Args:
-        folder: The checkpoint, verified.
-        manifest: Checked against the model.
-        optimizer: None to restore the weights only.
-        saved: From `optimizer_to_json`.
-    """
-    if optimizer is not None:
+    """Fills this rank's share of the master store, and the states of its optimizer (None for the weights only; `saved` is
+    from `optimizer_to_json`), from a verified checkpoint of any layout. Raises `ResumeError`: it is another optimizer.
+    Raises `DamagedCheckpointError`: a file does not hold what the manifest says."""
+    bare = bare_optimizer(optimizer) if optimizer is not None else None
+    if bare is not None:
         assert saved is not None
-        _check_kind(bare_optimizer(optimizer), saved, str(folder))
+        _check_kind(bare, saved, str(folder))
     reader = ShareReader(folder, manifest)
-    saved_parameters = {parameter.name: parameter for parameter in manifest.parameters}
     states: dict[str, dict[str, Any]] = {}
-    for name, of_name in saved_parameters.items():
+    for name, of_name in ((parameter.name, parameter) for parameter in manifest.parameters):
         parameter, (spec, start, stop, *_) = master.parameters[name], master.shares[name]
         if not spec.trainable:
             master.frozen_version += 1
         parameter.copy_(reader.read_as(of_name, WEIGHT, spec.shard_dim, start, stop))
-        if optimizer is not None:
-            read = {
-                key: reader.read_as(of_name, key, spec.shard_dim, start, stop)
-                for key in of_name.states
-                if key != WEIGHT
-            }
-            bare = bare_optimizer(optimizer)
+        if bare is not None:
+            keys = of_name.states.keys() - {WEIGHT}
+            read = {key: reader.read_as(of_name, key, spec.shard_dim, start, stop) for key in sorted(keys)}
             states[name] = states_of(type(bare)).loaded_states(bare, parameter, read)
-    if optimizer is not None and saved is not None:
-        load_optimizer(bare_optimizer(optimizer), master, states, saved, str(folder))
+    if bare is not None and saved is not None:
+        load_optimizer(bare, master, states, saved, str(folder))
 
 
 def saved_tensors(folder: Path, manifest: Manifest, name: str) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from transformers import AutoConfig
 
-from hf_hotspa.calibrate.model_calibration import calibrate
+from hf_hotspa.calibrate.model_calibration import Procedure, calibrate
 from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes
@@ -42,14 +42,15 @@ class _Request(NamedTuple):
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
+        progress = None if self.quiet else lambda text: print(printable(text), file=sys.stderr, flush=True)
         fields = {key: value for key, value in self.config.items() if key != "model_type"}
         return calibrate(
             AutoConfig.for_model(str(self.config["model_type"]), **fields),
             compute_dtype=getattr(torch, self.dtype) if self.dtype is not None else None,
             device=device,
             force=self.force,
-            progress=None if self.quiet else lambda text: print(printable(text), file=sys.stderr, flush=True),
             base=self.base,
+            procedure=Procedure(progress=progress),
         )
 
 

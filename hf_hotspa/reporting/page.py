@@ -447,29 +447,14 @@ class InlinePage:
 
 
 def show_report(run: str | os.PathLike[str], height: int = 900) -> InlinePage:
-    """Returns the page of a run for a notebook.
-
-    Args:
-        run: An output directory, its `hotspa_report` folder, or the record in it.
-        height: Of the frame, in pixels.
-
-    Raises:
-        RunLogError: there is no record, or it is damaged.
-    """
+    """Returns the page of a run for a notebook, in a frame `height` pixels high. `run`: an output directory, its
+    `hotspa_report` folder, or the record in it. Raises `RunLogError`: there is no record, or it is damaged."""
     return InlinePage(report_page(read_run_log(run)), height)
 
 
 def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460) -> InlinePage:
-    """Returns the histogram of sequence lengths for a notebook.
-
-    Args:
-        lengths: In tokens.
-        strategies: As for `hotspa_strategies`, to mark bucket ends.
-        height: Of the frame, in pixels.
-
-    Raises:
-        StrategyError: the strategies do not parse.
-    """
+    """Returns the histogram of sequence lengths in tokens for a notebook, in a frame `height` pixels high. `strategies`: as
+    for `hotspa_strategies`, to mark bucket ends. Raises `StrategyError`: they do not parse."""
     array = np.sort(np.asarray(list(lengths), dtype=np.int64))
     buckets = [(str(b.strategy), b.longest) for b in parse_buckets(strategies)] if strategies else []
     tiles, figures = list[tuple[str, str]](), list[Panel]()

@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import COUNTED, FIELDS, PhaseReport, RunFacts, StepReport, WithCounted
@@ -52,7 +53,7 @@ def bin_edges(longest: int) -> list[int]:
     return edges
 
 
-def length_histogram(lengths: Any) -> dict[str, list[int]]:
+def length_histogram(lengths: ArrayLike) -> dict[str, list[int]]:
     """Counts sequences and tokens by length. `lengths`: [N] integers, tokens of each row; rows without tokens are left
     out. Returns `edges` [B + 1]: bin i holds the lengths in `(edges[i], edges[i + 1]]`, without empty bins at the short
     end; `sequences` [B]; `tokens` [B]."""
@@ -200,7 +201,7 @@ class RunLog:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Converts a value for strict JSON: numbers that are not finite become None, unknown types text."""
     if value is None or isinstance(value, bool | str | int):
         return value

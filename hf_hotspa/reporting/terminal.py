@@ -4,7 +4,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from io import StringIO
-from typing import Any
+from typing import Any, TextIO
 
 from hf_hotspa.errors import printable
 
@@ -14,7 +14,7 @@ _shown: set[str] = set()
 class CleanOutput:
     """Standard output of a command: only tables of `text_table` can print control characters."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream, self.escape = stream, f"<{secrets.token_hex(8)}>"  # no file can contain it
 
     def write(self, text: str) -> int:

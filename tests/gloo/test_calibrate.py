@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hotspa.calibrate import model_calibration as measured
-from hf_hotspa.calibrate.model_calibration import calibrate
+from hf_hotspa.calibrate.model_calibration import Procedure, calibrate
 from hf_hotspa.calibrate.probe import layer_counts, small_copy
 from hf_hotspa.cli import main
 from hf_hotspa.costs.calibration import Calibration
@@ -34,7 +34,7 @@ from tests.tiny_families import tiny_model_of
 
 pytestmark = pytest.mark.gloo
 
-QUICK: dict[str, Any] = {"rounds": 1, "pack_tokens": 64}
+QUICK, ON_TWO = Procedure(1, 64), Procedure(1, 64, devices_per_node=2)
 
 
 def config() -> LlamaConfig:
@@ -61,17 +61,19 @@ def test_the_dtype_of_a_model_that_was_saved(tmp_path: Path):
 def measure_twice(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], int]:
     """The calibration as data, and how many tensor-parallel degrees it has; later calls read the cache."""
     cache, random_state = Path(folder), torch.get_rng_state()
-    first = calibrate(config(), cache=cache, devices_per_node=2, **QUICK)
+    first = calibrate(config(), cache=cache, procedure=ON_TWO)
     assert torch.equal(torch.get_rng_state(), random_state)
     with unittest.mock.patch.object(measured._Session, "_measure", side_effect=HotspaError("measured again")):
-        again = calibrate(config(), cache=cache, devices_per_node=2, **QUICK)
+        again = calibrate(config(), cache=cache, procedure=ON_TWO)
         strategies = legal_strategies(world_size, description().shape)[:1]
-        assert calibrate(config(), cache=cache, devices_per_node=2, strategies=strategies, **QUICK) == first
+        assert calibrate(config(), cache=cache, procedure=ON_TWO, strategies=strategies) == first
         with pytest.raises(HotspaError, match="measured again"):  # another case is another file
-            calibrate(config(), cache=cache, devices_per_node=2, compute_dtype=torch.bfloat16, **QUICK)
+            calibrate(config(), cache=cache, procedure=ON_TWO, compute_dtype=torch.bfloat16)
     assert again == first
     # for a run that races its plans: packs no longer than the data, and no more rounds than there is time for
-    short = calibrate(config(), cache=cache / "short", devices_per_node=2, longest=40, seconds=0.01)
+    short = calibrate(
+        config(), cache=cache / "short", procedure=Procedure(longest=40, seconds=0.01, devices_per_node=2)
+    )
     assert max(sum(sample.lengths) for sample in short.samples) <= 40
     assert (short.phases, short.exchanges) == ((), ())
     assert set(short.degrees) == set(first.degrees)
@@ -128,7 +130,7 @@ def test_all_ranks_have_one_calibration(tmp_path: Path) -> None:
 def measure_kinds(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """A model whose first layer is dense and whose others have experts."""
     given = tiny_model_of("deepseek_v3").config
-    return calibrate(given, cache=Path(folder), compute_dtype=torch.float32, **QUICK).to_dict()
+    return calibrate(given, cache=Path(folder), compute_dtype=torch.float32, procedure=QUICK).to_dict()
 
 
 @pytest.mark.slow
@@ -150,7 +152,7 @@ def fail_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
 
     def tell(given: LlamaConfig, **options: Any) -> None:
         try:
-            calibrate(given, cache=Path(folder), **QUICK, **options)
+            calibrate(given, cache=Path(folder), procedure=QUICK, **options)
         except HotspaError as error:
             said.append(str(error))
 

@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_hotspa.calibrate.model_calibration as calibration_of
 from hf_hotspa.calibrate import probe
-from hf_hotspa.calibrate.model_calibration import calibrate
+from hf_hotspa.calibrate.model_calibration import Procedure, calibrate
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
@@ -105,8 +105,8 @@ def peaks(rank, world_size, folder, lengths):
     """By strategy and length: bytes that a step takes, and those of the memory model; without the optimizer."""
     calibration_of.PeakMemory = probe.PeakMemory = Tracked
     config = tiny_qlora(FAMILY, model=SIZES, lora=LORA).config
-    longest = {"pack_tokens": max(lengths), "longest": max(lengths)}
-    calibration = calibrate(config, base=FrozenBase("nf4", LORA["r"]), cache=Path(folder), rounds=1, **longest)
+    procedure = Procedure(1, max(lengths), max(lengths))
+    calibration = calibrate(config, base=FrozenBase("nf4", LORA["r"]), cache=Path(folder), procedure=procedure)
     found = {}
     for strategy in dict.fromkeys((f"dp{world_size}", f"dp{world_size}+rc", f"tp{world_size}", f"dp{world_size}+z3")):
         for length in lengths:

@@ -71,14 +71,8 @@ def check_step(path: Path, manifest: Manifest) -> None:
 
 
 class RunFolder:
-    """The checkpoints of one run in one directory.
-
-    Args:
-        path: The directory; made when the lock is taken.
-
-    Attributes:
-        run: Identifies this run in names and manifests.
-    """
+    """The checkpoints of one run in one directory, which is made when the lock is taken. `run` identifies the run in names
+    and manifests."""
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
         self.path, self.disk, self.run = Path(path), disk or Disk(), uuid.uuid4().hex[:12]
@@ -236,13 +230,9 @@ class RunFolder:
     def rotate(self, newest: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
         """Removes checkpoints, oldest first, until `limit` good ones are left. Ignores errors of the disk.
 
-        Only checkpoints that verify count. The newest one and those to keep stay; if only the newest one would be left,
-        it is read back first. Directories without a manifest of ours are not touched.
-
-        Args:
-            newest: The checkpoint just committed.
-            limit: How many stay, including those to keep; None or less than 1 for all.
-            keep: Further ones that stay (the best model).
+        Only checkpoints that verify count. The newest one, just committed, and those to keep (the best model) stay; if
+        only the newest one would be left, it is read back first. Directories without a manifest of ours are not
+        touched. `limit`: includes those to keep; None or less than 1 for all.
         """
         if limit is None or limit < 1:
             return
