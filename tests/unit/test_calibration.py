@@ -75,15 +75,6 @@ def calibration(**changes: Any) -> Calibration:
 # ------------------------------------------------------------------------------------------------- models from samples
 
 
-def test_stages_cost_what_was_measured_of_them() -> None:
-    plain, dearer = calibration().time_model(SIZES), calibration(pipeline_factor=1.25).time_model(SIZES)
-    packs = [[(256,), (256,)]] * 2
-    assert dearer.phase_seconds(Strategy(4), packs * 2) == plain.phase_seconds(Strategy(4), packs * 2)
-    halves = Strategy(2, 1, 2)
-    for before, after in zip(plain.stage_costs(halves), dearer.stage_costs(halves), strict=True):
-        assert after.of((256, 64)) == pytest.approx(1.25 * before.of((256, 64)))
-
-
 def test_known_constants_come_back() -> None:
     exclusive = calibration(slots=math.inf).time_model(SIZES)
     assert exclusive.slots == math.inf

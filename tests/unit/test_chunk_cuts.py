@@ -52,13 +52,6 @@ def test_chunks_of_a_sequence_in_a_pipeline_take_equal_time(length: int, most: i
         assert sum(times) / (len(chain) - 1) > most + pair_cost * most * most - 1e-6
 
 
-def test_short_sequences_share_a_chunk_and_fill_the_last_one_of_a_long_one() -> None:
-    assert cut_into_chains([25, 3, 4, 5, 1], 10) == [((0, 10), (10, 20), (20, 28)), ((28, 38),)]
-    assert cut_into_chains([25, 3, 2, 9, 1], 10) == [((0, 10), (10, 20), (20, 30)), ((30, 40),)]
-    assert cut_into_chains([10, 11], 10) == [((0, 10),), ((10, 20), (20, 21))]
-    assert cut_into_chains([3], 1) == [((0, 1), (1, 2), (2, 3))]
-
-
 def _pack() -> MicroBatch:
     collator = PackedBucketCollator(
         parse_buckets("dp1:9@20"), rank=0, vocab_size=50, rules=RowRules(columns=("weights", "domain"))

@@ -119,20 +119,6 @@ def test_one_long_sequence_fills_a_pipeline_in_chunks(stages: int, chunks: int, 
     assert seconds == pytest.approx(whole)  # in one chunk
 
 
-def closed_form(stage_seconds: list[float], num_stages: int) -> float:
-    """The estimate that published planners use (Hetu's cost_model.py, for one)."""
-    return sum(stage_seconds) + (num_stages - 1) * max(stage_seconds)
-
-
-def test_equal_micro_batches_follow_the_textbook() -> None:
-    for stages in (1, 2, 4, 8):
-        for total in (1, 3, 8, 20):
-            ones, twos = [[1.0] * total] * stages, [[2.0] * total] * stages
-            found = pipeline_seconds(Pipeline(ones, twos, [0.0] * total, [total] * total))
-            assert found == pytest.approx(3 * (total + stages - 1))
-            assert closed_form([3.0] * total, stages) == pytest.approx(3 * (total + stages - 1))
-
-
 # ------------------------------------------------------------------------------------------------------ coefficients
 
 

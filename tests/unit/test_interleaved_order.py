@@ -2,13 +2,12 @@
 
 import dataclasses
 import random
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
 from hf_hotspa.costs.terms import Cost
-from hf_hotspa.costs.time import Pipeline, TimeModel, interleaved_events
+from hf_hotspa.costs.time import Pipeline, TimeModel
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.layout.stages import StageCosts
@@ -22,7 +21,7 @@ from hf_hotspa.packing.pipeline_order import (
     reaches,
     torch_order,
 )
-from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.strategy import Strategy
 from tests.unit.test_cost_memory import LLAMA_7B
 from tests.unit.test_pipeline_order import finishes
 
@@ -115,20 +114,6 @@ def pipeline(packs: list[float], num_ranks: int, rounds: int, limit: int | None 
         rounds=rounds,
         order=interleaved_order([round(pack) for pack in packs], num_ranks, rounds, limit),
     )
-
-
-@pytest.mark.parametrize(("num_ranks", "rounds"), [(2, 2), (2, 3), (4, 2), (3, 4)])
-def test_what_is_idle_is_what_the_paper_says(num_ranks: int, rounds: int) -> None:
-    """Idle over busy seconds of equal packs, a multiple of the ranks: (p - 1) / (v m), from the events on each rank."""
-    for num_packs in (num_ranks, 2 * num_ranks, 5 * num_ranks):
-        limit = Bucket(Strategy(pp=num_ranks, v=rounds), 12, 12).most_tokens
-        events = interleaved_events(pipeline([12.0] * num_packs, num_ranks, rounds, limit))
-        end = max(event.end for event in events)
-        for rank in range(num_ranks):
-            own = [event for event in events if event.rank == rank]
-            assert all(before.end <= after.start for before, after in pairwise(own))
-            busy = sum(event.end - event.start for event in own)
-            assert (end - busy) / busy == pytest.approx((num_ranks - 1) / (rounds * num_packs), rel=1e-9)
 
 
 def test_a_schedule_of_one_stage_on_a_rank_is_refused() -> None:

@@ -19,7 +19,6 @@ from planner_targets import (  # type: ignore[import-not-found]
     chain_row,
     ours,
     targets,
-    verdict,
 )
 from port_bounds import classes_of, lower_bound  # type: ignore[import-not-found]
 
@@ -52,12 +51,6 @@ def test_modelled_switches(what: str, order: str, nic: str) -> None:
             if not close:
                 wrong.append(f"{a}->{b} {name}: {seconds:.4f} s, modelled {modelled[name]:.4f} s")
     assert not wrong, "\n".join(wrong)
-
-
-def test_verdicts() -> None:
-    assert verdict(0.0412, 0.0412) == verdict(0.00001, 0.0) == verdict(1.019, 1.0) == "equal"
-    assert verdict(0.9, 1.0) == "better"
-    assert verdict(1.1, 1.0) == "worse"
 
 
 # ----------------------------------------------------------------------------------------------- worked examples

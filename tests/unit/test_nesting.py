@@ -35,14 +35,6 @@ def kept(pool: list[Strategy]) -> Fraction:
     return total
 
 
-def test_digit_reversal():
-    assert digit_reversal([2, 2, 2]) == (0, 4, 2, 6, 1, 5, 3, 7)
-    assert digit_reversal([2, 3]) == (0, 3, 1, 4, 2, 5)
-    assert digit_reversal([3, 2]) == (0, 2, 4, 1, 3, 5)
-    assert digit_reversal([5]) == (0, 1, 2, 3, 4)
-    assert digit_reversal([]) == (0,)
-
-
 @pytest.mark.parametrize(
     "names",
     [

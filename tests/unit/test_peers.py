@@ -27,7 +27,6 @@ from peers.tables import (  # type: ignore[import-not-found]
     lines_of,
     loss_spread,
     near_the_fastest,
-    noise_of,
     verdict,
 )
 from peers.work import (  # type: ignore[import-not-found]
@@ -101,13 +100,6 @@ def test_a_side_with_mini_batches_of_its_own_is_counted_by_tokens(cell):
     assert line.median == pytest.approx(5 / 3)
 
 
-def test_a_side_that_stops_early_is_counted_by_mini_batches(cell):
-    cell["sides"]["slow"] = side([[9.0, 6.0]])
-    line = line_of(cell, "slow")
-    assert line.seconds == line.median == 6.0
-    assert line.tokens_per_s == pytest.approx(500 / 3 / 6)
-
-
 def test_losses_of_exact_sides_are_compared(cell):
     spread, differing = loss_spread(lines_of(cell))
     assert spread == pytest.approx(5e-5)
@@ -133,12 +125,6 @@ def test_a_row_that_fits_alone_may_not_fit_with_those_before_it(cell):
     assert fits(line) is False
     assert limited_seconds(line) is None
     assert fit_text(line, None) == "does not fit (takes 45 MiB with single rows)"
-
-
-def test_noise_is_what_rounds_differ_by(cell):
-    assert noise_of(cell) == pytest.approx(2 / 9)  # 8 s and 10 s, one side
-    cell["sides"]["padded"]["seconds"].pop()
-    assert noise_of(cell) is None
 
 
 def test_single_rows_under_the_limit_take_what_they_took_in_the_trial(cell):

@@ -55,22 +55,6 @@ def check(
     assert found.seconds == brute_force(layers, machines, sends, syncs)
 
 
-@pytest.mark.parametrize(
-    ("layers", "machines", "seconds"),
-    [
-        ((1, 1, 1, 1), 2, 2),
-        ((4, 1, 1, 1, 1), 2, 4),
-        ((4, 1, 1, 1, 1), 3, 8 / 3),
-        ((1, 1, 1, 1), 1, 4),
-        ((1, 1, 1, 1), 4, 1),
-    ],
-)
-def test_worked_instances(layers: tuple[int, ...], machines: int, seconds: float) -> None:
-    found = partition(layers, machines)
-    assert found.seconds == pytest.approx(seconds)
-    check(found, layers, machines, (), ())
-
-
 @pytest.mark.parametrize("seed", range(500))
 def test_random_instances_equal_brute_force(seed: int) -> None:
     rng = random.Random(seed)

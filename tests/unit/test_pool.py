@@ -82,11 +82,6 @@ def test_the_order_of_phases_is_the_cheapest_of_all() -> None:
         assert sorted(pool.order(pool.strategies[1:])) == sorted(pool.strategies[1:])
 
 
-def test_without_a_second_source_no_order_is_better() -> None:
-    pool = pool_of("tp4", "dp4", second_source=False)
-    assert pool.order(pool.strategies) == pool.strategies
-
-
 def test_with_frozen_weights_a_mini_batch_begins_with_the_strategy_that_is_loaded() -> None:
     """Two of three strategies are in every mini-batch, the third in some: no frozen weight of a first phase is moved again.
 

@@ -14,7 +14,6 @@ from port_bounds import (  # type: ignore[import-not-found]
     PieceClass,
     classes_of,
     lower_bound,
-    sequential_seconds,
 )
 from written_plans import layout_of  # type: ignore[import-not-found]
 
@@ -28,13 +27,6 @@ PER_DEVICE = Cluster(4, 2)
 PER_NODE = Cluster(4, 2, nics_per_node=1)
 
 
-def loads_of(cluster: Cluster, *flows: tuple[int, int, float]) -> PortLoads:
-    loads = PortLoads.zero(cluster)
-    for flow in flows:
-        loads.add(*flow)
-    return loads
-
-
 def test_transfers_load_the_ports_they_pass():
     loads = PortLoads.zero(PER_DEVICE)
     loads.add([0, 0, 2, 1], [1, 2, 3, 1], [10.0, 20.0, 30.0, 40.0])
@@ -42,20 +34,6 @@ def test_transfers_load_the_ports_they_pass():
     assert loads.received_intra.tolist() == [0, 10, 0, 30]
     assert loads.sent_inter.tolist() == [20, 0, 0, 0]
     assert loads.received_inter.tolist() == [0, 0, 20, 0]
-
-
-def test_nics_of_a_device_and_of_a_node():
-    flows = ((0, 2, 1e9), (1, 3, 1e9))
-    assert loads_of(PER_DEVICE, *flows).seconds(PER_DEVICE) == pytest.approx(0.04)
-    assert loads_of(PER_NODE, *flows).seconds(PER_NODE) == pytest.approx(0.08)
-    two = Cluster(8, 4, nics_per_node=8)  # more NICs than devices: each device drives two
-    assert loads_of(two, (0, 4, 1e9)).seconds(two) == pytest.approx(0.02)
-
-
-def test_hops_in_sequence_and_overlapped():
-    hops = [loads_of(PER_DEVICE, (0, 2, 1e9)), loads_of(PER_DEVICE, (2, 3, 4e9))]
-    assert sequential_seconds(hops, PER_DEVICE) == pytest.approx(0.06)
-    assert overlapped_seconds(hops, PER_DEVICE) == pytest.approx(0.04)
 
 
 UNIT = 1 << 20

@@ -17,13 +17,6 @@ def cuts(num_layers: int, num_stages: int) -> Iterator[tuple[range, ...]]:
         yield tuple(range(a, b) for a, b in zip((0, *inner), ends, strict=True))
 
 
-def test_worked_instances_without_replication() -> None:
-    assert StageCosts((1, 1, 1, 1)).stages(2) == (range(2), range(2, 4))
-    heavy = StageCosts((4, 1, 1, 1, 1))
-    assert heavy.stages(2) == (range(1), range(1, 5))
-    assert heavy.slowest(heavy.stages(3)) == 4
-
-
 @pytest.mark.parametrize("seed", range(500))
 def test_cuts_for_one_rank_a_stage_equal_brute_force(seed: int) -> None:
     rng = random.Random(seed)
