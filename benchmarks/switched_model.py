@@ -8,8 +8,7 @@ All sides train the same rows on the same ranks, with one set of weights, and on
 
 * `raw loop`: every rank reads all rows, `PackedBucketCollator` makes a mini-batch of them, `engine.forward_backward`;
 * `loss`: each rank has its part of the rows as a padded batch, `model(**batch).loss` and its backward;
-* `scores`: the same with a loss that is not linear in log-probabilities, of `model(**batch, fused_lm_head=True)` (needs trl);
-* both once more with each batch announced a step ahead, so that its rows travel and are planned beside the step before.
+* `scores`: the same with a loss that is not linear in log-probabilities, of `model(**batch, fused_lm_head=True)` (needs trl).
 
 Sides take turns, each round another one first; a turn is one step that does not count, and `--steps` that do. A step counts
 everything: collating, reading, planning, switching, forward and backward, clipping, the AdamW step. Before timing, the losses of
@@ -30,7 +29,7 @@ from step import machine_facts
 from worlds import run_world
 
 RAW = "raw loop"
-SIDES = {RAW: None, "loss": 1.02, "loss, announced": 1.02, "scores": 1.40, "scores, announced": 1.40}
+SIDES = {RAW: None, "loss": 1.02, "scores": 1.40}
 """The sides, and what each may take of the raw loop."""
 TOLERANCE = 1e-5
 PARTS = ("data", "forward", "backward", "flush", "optimizer")
@@ -105,45 +104,33 @@ class Loops:
         return (of_row**2).sum() * self.world_size / len(rows)
 
     def turn(self, name: str, of_steps: Sequence[Rows], after: Callable[[int], None]) -> None:
-        """Steps of one side; the last rows are announced at most.
+        """Steps of one side.
 
         Args:
             after: Called after each step, with its index.
         """
-        way, is_announced = name.split(",")[0], name.endswith("announced")
-        batch = None if way == RAW else self.batch_of(of_steps[0])
-        for index, rows in enumerate(of_steps[:-1]):
+        for index, rows in enumerate(of_steps):
             self.clock = {"begin": time.perf_counter()}
-            if batch is None:
+            if name == RAW:
                 mini_batch = self.collate(rows)
                 self._tick("data")
                 self.report = self.engine.forward_backward(mini_batch)
                 self._tick("forward", "backward")
                 self.engine.clip_grad_norm_(1.0)
             else:
-                if is_announced:
-                    coming = self.batch_of(of_steps[index + 1])
-                    if not index:  # nothing was announced before it
-                        self._announce(batch, rows, way)
-                    self._announce(coming, of_steps[index + 1], way)
-                elif index:
-                    batch = self.batch_of(rows)
+                batch = self.batch_of(rows)
                 self._tick("data")
-                loss = self.loss_of(batch, rows, way == "scores")
+                loss = self.loss_of(batch, rows, name == "scores")
                 self._tick("forward")
                 loss.backward()
                 self._tick("backward")
                 self.model.clip_grad_norm_(1.0)
                 self.report = self.model.report
-                batch = coming if is_announced else batch
             self._tick("flush")
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._tick("optimizer")
             after(index)
-
-    def _announce(self, batch: dict[str, Any], rows: Rows, way: str) -> None:
-        self.model.announce([batch], num_labels(rows) if way == "loss" else None)
 
     def _tick(self, *parts: str) -> None:
         """What went by since the last tick was the first of these parts."""
@@ -188,8 +175,8 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, lengths: li
     timings = {name: Timing() for name in SIDES}
     names, profiles = list(SIDES), {name: _profile(options, rank) for name in SIDES}
     for round_index in range(-options.warmup, options.rounds):
-        seed = 2 + (options.warmup + round_index) * (options.steps + 2)
-        of_steps = [make_rows(lengths, vocabulary, seed + step) for step in range(options.steps + 2)]
+        seed = 2 + (options.warmup + round_index) * (options.steps + 1)
+        of_steps = [make_rows(lengths, vocabulary, seed + step) for step in range(options.steps + 1)]
         first = round_index % len(names)
         for name in names[first:] + names[:first]:
             seconds, cpu = list[float](), list[float]()

@@ -34,7 +34,8 @@ from hf_hotspa.data.collator import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, ResumeError, UnsupportedError
 from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
-from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.switched.calls import EveryToken
+from hf_hotspa.switched.model import FrozenModel, SwitchedModel
 from hf_hotspa.switched.model_object import guard, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.events import CallbackEvents
@@ -97,7 +98,7 @@ class OverTRL(SwitchedMixin, _ByName):
     _hotspa_reference: Any = None
     _hotspa_digest = ""  # of the reference before callbacks
     # the trained model, and its reference
-    _hotspa_frozen: tuple[SwitchedModel | None, SwitchedModel | None] = None, None
+    _hotspa_frozen: tuple[SwitchedModel | None, FrozenModel | SwitchedModel | None] = None, None
 
     def __init__(self, *given: Any, **kwargs: Any) -> None:
         kind, base = of_trl(type(self))
@@ -146,7 +147,7 @@ class OverTRL(SwitchedMixin, _ByName):
     def ref_model(self, model: Any) -> None:
         self._hotspa_reference, self._hotspa_frozen = model, (None, None)
 
-    def _hotspa_freeze(self, reference: Any, trained: SwitchedModel) -> SwitchedModel:
+    def _hotspa_freeze(self, reference: Any, trained: SwitchedModel) -> FrozenModel | SwitchedModel:
         reference = self.accelerator.unwrap_model(reference, keep_fp32_wrapper=False).to("cpu")
         try:
             return trained.frozen(reference)
@@ -215,6 +216,9 @@ class OverTRL(SwitchedMixin, _ByName):
                 bare.router_aux_loss_coef = bare.config.get_text_config().router_aux_loss_coef
             if self.args.hotspa_auto and self.train_dataset is not None:
                 loader = self._hotspa_loader(loader)
+            made = super()._hotspa_start(loader)
+            made.assumptions.expects = expected_gradients(self)
+            return made
         return super()._hotspa_start(loader)
 
     def _hotspa_loader(self, loader: Any) -> Any:
@@ -483,6 +487,16 @@ def generates_every_step(values: Mapping[str, Any]) -> bool:
 
 
 # -- generated batches ------------------------------------------------------------------------------------------------
+
+
+def expected_gradients(trainer: Any) -> EveryToken | None:
+    """What is known of the gradients by log-probabilities beforehand: SFT's losses are a sum over all of them."""
+    values = vars(trainer.args)
+    is_sum = values.get("loss_type") in ("nll", "dft") and values["average_tokens_across_devices"]
+    of_logits = trainer.compute_loss_func is not None or values["label_smoothing_factor"]
+    if of_trl(type(trainer))[0] != "SFT" or not is_sum or of_logits:
+        return None
+    return EveryToken(times_probability=values["loss_type"] == "dft")
 
 
 def first_seeds(trainer: Any, inputs: Any) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.switched.model import CalledModel, SwitchedModel
 from tests.oracle import exact_in_double, random_rows
 
 LossOf = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -56,7 +56,7 @@ def switched(
 
 def scores(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """[B, L - 1] log-probabilities and entropies; 0 where there is no label."""
-    if isinstance(model, SwitchedModel):
+    if isinstance(model, CalledModel):
         out = model(**batch, fused_lm_head=True)
         return out.log_probs, out.entropy
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, :-1]

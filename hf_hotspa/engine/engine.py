@@ -218,10 +218,6 @@ class HotSPaEngine:
         """Where each strategy's weights lie."""
         return {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
 
-    def side_agreement(self) -> Agreement:
-        """An agreement over a separate group, for a thread that works beside the engine. Collective."""
-        return Agreement(self._groups.beside(), self.rank, None)
-
     @property
     def part_models(self) -> list[nn.Module]:
         """The models of all replicas on this rank, and of their stages."""

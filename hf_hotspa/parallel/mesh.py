@@ -79,7 +79,6 @@ class ProcessGroups:
     ) -> None:
         self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._beside: list[dist.ProcessGroup] = []
         everyone = list(range(world_size))
         backends.prepare_environment(device)
         switch_timeout = switch_timeout or timeout
@@ -96,13 +95,6 @@ class ProcessGroups:
 
     def _of_all_ranks(self) -> tuple[dist.ProcessGroup | None, ...]:
         return self.switch, self.forward, self.agreement
-
-    def beside(self) -> dist.ProcessGroup | None:
-        """Makes a new group of all ranks for host tensors; None with one rank. Collective."""
-        if self.world_size == 1:
-            return None
-        self._beside.append(backends.host_group(range(self.world_size), self.timeout))
-        return self._beside[-1]
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The group of these ranks; None for one rank. A collective call for all ranks of the world."""
@@ -176,10 +168,9 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroys the groups made here. Collective. Nothing may be in flight."""
-        for group in self._joined(*self._by_ranks.values(), *self._of_all_ranks(), *self._beside):
+        for group in self._joined(*self._by_ranks.values(), *self._of_all_ranks()):
             dist.destroy_process_group(group)
         self._by_ranks.clear()
-        self._beside.clear()
         self.switch = self.forward = self.agreement = None
 
 

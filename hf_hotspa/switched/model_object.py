@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +27,19 @@ from hf_hotspa.checkpoint.tensors import copy_buffers
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.errors import HotspaError, UnsupportedError
-from hf_hotspa.model.model_check import changed_facts, check_hooks, deciding_values, module_facts, weights_digest
+from hf_hotspa.model.model_check import Facts, changed_facts, check_hooks, deciding_values, module_facts, weights_digest
 from hf_hotspa.model.model_kind import of_text, text_base
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.loss import SequenceLoss
 from hf_hotspa.parallel.wrapped_model import bare_model
 
+if TYPE_CHECKING:
+    from hf_hotspa.switched.model import CalledModel, SwitchedModel
 
-def only_requires_grad(hook: Any) -> bool:
-    """Whether a forward hook only makes the output require a gradient, which changes no number.
 
-    Scripts, transformers, PEFT and TRL attach it to the embedding for gradient checkpointing. Its code uses only
-    `requires_grad_`, and it returns a tensor unchanged.
-    """
+def only_requires_grad(hook: Callable[..., object]) -> bool:
+    """Whether a forward hook only makes the output require a gradient, which changes no number: scripts, transformers,
+    PEFT and TRL attach it to the embedding for gradient checkpointing."""
     code = getattr(hook, "__code__", None)
     if code is None or code.co_freevars or not set(code.co_names) <= {"requires_grad_", "requires_grad"}:
         return False
@@ -112,12 +112,14 @@ class Route:
         is_empty: Whether the object has no weights; its own calls then raise an error.
     """
 
-    def __init__(self, model: nn.Module, switched: Any) -> None:
+    def __init__(self, model: nn.Module, switched: "CalledModel") -> None:
         self._model, self._switched = weakref.ref(model), weakref.ref(switched)
         self.is_on, self.is_empty, self._is_closed = False, not has_weights(model), False
-        self._own: Any = None  # TRL's forward on the object
-        self._routed: Any = None
-        self._made: tuple[Any, Any] | None = None  # a forward of the object, and what routes its calls
+        self._own: Callable[..., object] | None = None  # TRL's forward on the object
+        self._routed: Callable[..., object] | None = None
+        self._made: tuple[object, Callable[..., object]] | None = (
+            None  # a forward of the object, and what routes its calls
+        )
 
     def set(self, on: bool) -> bool:
         """Routes calls or leaves them to the object; returns how it was."""
@@ -143,14 +145,13 @@ class Route:
         self.set(False)
         self._is_closed = True
 
-    def _over(self, own: Any) -> Callable[..., Any]:
-        cls: Any = type(self._model())
-        forward = (
-            cls.forward if own is None else getattr(own, "__func__", lambda _, *args, **kwargs: own(*args, **kwargs))
-        )
+    def _over(self, own: Callable[..., object] | None) -> Callable[..., object]:
+        forward: Callable[..., object] = getattr(type(self._model()), "forward")  # noqa: B009
+        if own is not None:
+            forward = getattr(own, "__func__", lambda _, *args, **kwargs: own(*args, **kwargs))
 
         @functools.wraps(forward)  # `generate` looks at the signature
-        def routed(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def routed(model: nn.Module, *args: Any, **kwargs: Any) -> object:
             is_own = model is self._model()  # a copy is another model
             to = self._switched() if self.is_on and is_own else None
             if to is not None and not kwargs.get("use_cache") and kwargs.get("past_key_values") is None:
@@ -177,9 +178,8 @@ class AdapterLayers:
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
         adapters, bare = engine.description.adapters, bare_model(model)[0]
         self._name = adapters.name if adapters is not None else ""
-        self._layers: dict[str, Any] = {
-            path: bare.get_submodule(path) for path in (adapters.scalings if adapters else ())
-        }
+        scaled = adapters.scalings if adapters else ()
+        self._layers: dict[str, Any] = {path: bare.get_submodule(path) for path in scaled}
         self.exist = bool(self._layers)  # whether there are any
         every = (named for part in engine.part_models for named in part.named_modules()) if adapters else ()
         self._replicas: list[tuple[str, Any]] = [(path, layer) for path, layer in every if path in self._layers]
@@ -238,12 +238,12 @@ def nothing_to_train(adapters: bool, rank: int) -> HotspaError:
     )
 
 
-def before_steps(switched: Any) -> RemovableHandle:
+def before_steps(switched: "SwitchedModel") -> RemovableHandle:
     """Calls `step_begins` of the switched model before steps of any optimizer with its parameters."""
     target = weakref.ref(switched)
     own = {id(parameter) for _, parameter in switched.named_parameters()}
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
+    def before(optimizer: Optimizer, *_: object) -> None:
         to, stepped_ids = target(), set[int]()
         for group in optimizer.param_groups:
             stepped_ids.update(map(id, group["params"]))
@@ -334,12 +334,7 @@ class ObjectChanges:
         unsupported ones: all if more batches of the step follow (`inside`). Not collective."""
         layout, parameters = self._named()
         if layout != self._layout:
-            names = sorted(n for n in layout.keys() | self._layout.keys() if layout.get(n) != self._layout.get(n))
-            return "", UnsupportedError(
-                f"the parameters {_some(names)} were changed (name, shape, dtype or class) after the training had started",
-                why="the replicas were built from the earlier ones",
-                fix="change them before train()",
-            )
+            return "", self._other_layout(layout)
         buffers, frozen, thawed = dict[str, Tensor](), set[str](), list[str]()
         for name, buffer in self._bare.named_buffers():
             known = self._buffers.get(name)
@@ -358,34 +353,48 @@ class ObjectChanges:
             words += f", with requires_grad=False of {_some(sorted(frozen))}" if frozen else ", with nothing frozen"
         if weights:
             words += ", with other weights"
-        if words and inside:
-            return words, UnsupportedError(
-                f"a callback has changed the model in on_substep_end: the step would continue{words}",
+        config, facts = _as_text(deciding_values(self._bare.config)), module_facts(self._bare, self._is_of_text)
+        if thawed or (words and inside) or config != self._config or facts != self._facts:
+            return words, self._refused(words if inside else "", thawed, config, facts)
+        return words, None
+
+    def _other_layout(self, layout: Mapping[str, tuple[Any, ...]]) -> UnsupportedError:
+        names = sorted(n for n in layout.keys() | self._layout.keys() if layout.get(n) != self._layout.get(n))
+        return UnsupportedError(
+            f"the parameters {_some(names)} were changed (name, shape, dtype or class) after the training had started",
+            why="the replicas were built from the earlier ones",
+            fix="change them before train()",
+        )
+
+    def _refused(self, inside: str, thawed: list[str], config: str, facts: Facts) -> UnsupportedError | None:
+        """The error for changes that cannot be applied; `inside`: those within a step."""
+        if inside:
+            return UnsupportedError(
+                f"a callback has changed the model in on_substep_end: the step would continue{inside}",
                 why="accumulated batches are trained together, at the end of the step",
                 fix="change it in on_step_end",
             )
         if thawed:
-            return words, UnsupportedError(
+            return UnsupportedError(
                 f"requires_grad of {_some(thawed)} was set to True after the training had started",
                 why="which parameters have gradients is laid out at the start, where these were frozen",
                 fix="unfreeze them before train(), in a parameter group with a learning rate of 0 until they are to be trained",
             )
-        if (now := _as_text(deciding_values(self._bare.config))) != self._config:
-            before, after = json.loads(self._config), json.loads(now)
+        if config != self._config:
+            before, after = json.loads(self._config), json.loads(config)
             names = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-            return words, UnsupportedError(
+            return UnsupportedError(
                 f"the config values {_some(names)} were changed after the training had started",
                 why="the replicas were built from the earlier config",
                 fix="set them before train()",
             )
-        facts = module_facts(self._bare, self._is_of_text)
-        if facts != self._facts and (changes := changed_facts(facts, self._facts, self._bare)):
-            return words, UnsupportedError(
+        if changes := changed_facts(facts, self._facts, self._bare):
+            return UnsupportedError(
                 f"{changes[0]} when the training had started ({len(changes)} differ)",
                 why="the replicas were built from the earlier model",
                 fix="put it into the config before train()",
             )
-        return words, None
+        return None
 
     def inspect_hooks(self) -> HotspaError | None:
         """Returns an error for hooks, and replaced forwards, which replicas do not have. Not collective."""
@@ -473,13 +482,13 @@ def _guarded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
-        def __repr__(self, **_: Any) -> str:
+        def __repr__(self, **_: object) -> str:
             return f"Parameter of shape {tuple(self.shape)}, whose values are in the master store"
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
+        def __reduce_ex__(self, protocol: object) -> NoReturn:
             raise _guard_error("copying")
 
-        def __deepcopy__(self, memo: Any) -> Any:
+        def __deepcopy__(self, memo: object) -> NoReturn:
             raise _guard_error("copying")
 
     Guarded.__name__ = kind.__name__
@@ -491,8 +500,7 @@ def guard(model: nn.Module) -> None:
     """Makes the values of the trained parameters unreadable."""
     for parameter in model.parameters():
         if parameter.requires_grad and not hasattr(type(parameter), "_true_class"):
-            kind: Any = type(parameter)
-            parameter.__class__ = _guarded(kind)
+            parameter.__class__ = _guarded(type(parameter))  # type: ignore[arg-type]
 
 
 def release(model: nn.Module) -> None:

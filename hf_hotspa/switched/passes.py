@@ -7,11 +7,13 @@ that follows. `Passes` drops these when something else runs or the weights chang
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,21 +26,31 @@ from hf_hotspa.model.replica import Attachment, Replica
 from hf_hotspa.packing.bucketing import MiniBatchPlan, Speeds, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, replica_ranks
 from hf_hotspa.parallel.head_loss import AuxiliaryLoss, LogitLoss, LossOfLogits, Objective
-from hf_hotspa.parallel.loss import TokenLoss, of_nothing, token_scores, tokens_of, vocab_parallel_log_probabilities
+from hf_hotspa.parallel.loss import (
+    TokenLoss,
+    TokenSlice,
+    of_nothing,
+    token_scores,
+    tokens_of,
+    vocab_parallel_log_probabilities,
+)
 from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket, Strategy
 
+if TYPE_CHECKING:
+    from hf_hotspa.switched.calls import Call, Window
+
 # -- the tape ----------------------------------------------------------------------------------------------------------
 
-# Instead of the loss: numbers of each token out of a pass, and their gradients into it, for a loss computed outside the
-# engine.
+# Instead of the loss: results of each token out of a pass, and upstream gradients (by these results) into it, for a loss
+# computed outside the engine.
 #
 # A rank's replicas share the `Tape` of a pass. While it is in `Taping`, it replaces the loss: a forward writes
 # `parallel.scores` of its tokens (and their logits, and sums of an auxiliary loss), and trains the linear objective
 #
-#     sum over tokens of seed_1 * log_prob + seed_2 * entropy + seeds * logits, and what an `AuxiliaryLoss` adds,
+#     sum over tokens of upstream_1 * log_prob + upstream_2 * entropy + upstream * logits, and what an `AuxiliaryLoss` adds,
 #
 # whose gradient equals the gradient of any loss with these derivatives (chain rule).
 #
@@ -49,7 +61,7 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 @dataclass
 class Tape:
-    """The outputs and the seeds of a pass on this rank; None if not used."""
+    """The results and the upstream gradients of a pass on this rank; None if not used."""
 
     temperature: float = 1.0
     # int64 [D], where a document begins in the tables; not read for other ranks' documents
@@ -57,16 +69,17 @@ class Tape:
     fields: int = 1  # how many of the first `scores.FIELDS` are written
     # [n, fields], fp32 or wider. Written where tp is 0; 0 for tokens of other ranks of cp.
     values: Tensor | None = None
-    weights: Tensor | None = None  # fp64 [D], the seed of every log-probability of a document
-    by_probability: bool = False  # whether each token's probability multiplies these
-    seeds: Tensor | None = None  # [n, 1 or 2], additional seeds by log-probability, and by entropy
     logits: dict[int, Tensor] | None = None  # by document [length, v] in host memory, 0 for tokens of other ranks of cp
-    # returns the seeds [length, v] of a document's logits in this rank's shard, or None; called once
-    logit_seeds: Callable[[int], Tensor | None] | None = None
     auxiliary: Tensor | None = None  # fp64 [D, sums of an `AuxiliaryLoss`], over a document's tokens here
-    auxiliary_seeds: Tensor | None = None  # fp64 [D, seeds of an `AuxiliaryLoss`]
+    weights: Tensor | None = None  # fp64 [D], the gradient by every log-probability of a document
+    by_probability: bool = False  # whether each token's probability multiplies these
+    upstream: Tensor | None = None  # [n, 1 or 2], further gradients by log-probability, and by entropy
+    # returns the gradients [length, v] by a document's logits in this rank's shard, or None; called once
+    logit_upstream: Callable[[int], Tensor | None] | None = None
+    auxiliary_upstream: Tensor | None = None  # fp64 [D, gradients of an `AuxiliaryLoss`]
     own: tuple[float, float] | None = None  # for a custom token loss, the factors of its value and of its gradient
-    at_hand: dict[int, Tensor | None] = field(default_factory=dict)  # the `logit_seeds` of the running pack's documents
+    # what `logit_upstream` returned for the running pack's documents
+    at_hand: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,22 +89,33 @@ class Taping:
     tape: Tape | None = None
 
 
+class _Pack(NamedTuple):
+    """A pack of t tokens in a pass."""
+
+    tape: Tape
+    micro_batch: MicroBatch
+    scale: float
+    keep: Tensor  # bool [t], not of padding
+    documents: Tensor  # int64 [t]
+    place: Tensor  # int64 [t], in the tables
+    tokens: TokenSlice | None  # for a custom token loss
+    of_logits: Tensor | None  # [t, v], the gradients by its logits
+
+
 class TapedReplica(Attachment, Objective):
     """The tape on one replica: replaces its loss on a last stage, and the losses of attachments.
 
     The value of the loss is still the scaled cross entropy, for reports and the search for non-finite values; its
-    gradient comes from the seeds.
+    gradient comes from the upstream gradients.
     """
 
     def __init__(self, replica: Replica, taping: Taping) -> None:
-        self.replica, self._taping = replica, taping
+        self._mesh, self._taping = replica.mesh, taping
         assert isinstance(replica.head.objective, LogitLoss)
         self._loss = replica.head.objective
         replica.head.objective = self
         for tape in replica.calls["tape"]:
             tape(taping)
-        self._writes = replica.mesh.coord.tp == 0
-        self._wide = torch.promote_types(replica.compute_dtype, torch.float32)
 
     @property
     def logit_widths(self) -> tuple[int, ...]:
@@ -99,81 +123,79 @@ class TapedReplica(Attachment, Objective):
 
     def of(self, micro_batch: MicroBatch, whole: MicroBatch, scale: float) -> LossOfLogits:
         """See `LogitLoss.of`."""
-        tape, writes, loss = self._taping.tape, self._writes, self._loss
+        tape = self._taping.tape
         if tape is None:
-            return loss.of(micro_batch, whole, scale)
+            return self._loss.of(micro_batch, whole, scale)
         if is_idle(whole):
             return of_nothing
-        tensor, vocab_size = loss.tensor, loss.vocab_size
-        first, group = (sum(loss.widths[: tensor.shard]), tensor.group) if tensor is not None else (0, None)
         rows, starts = rows_of(micro_batch)
-        keep, documents = rows >= 0, rows.clamp(min=0)  # not of padding
+        documents, of_logits = rows.clamp(min=0), None
         place = tape.offsets[documents] + starts + micro_batch.position_ids[0]
-        labels = micro_batch.labels[0]
-        logit_seeds = None if tape.logit_seeds is None else self._logit_seeds(tape, tape.logit_seeds, micro_batch)
-        all_fields = tape.fields > 1 or (tape.seeds is not None and tape.seeds.shape[1] > 1)
-        own = loss.own if tape.own is not None and isinstance(loss.own, TokenLoss) else None
-        pack = tokens_of(micro_batch) if own is not None else None
+        if tape.logit_upstream is not None:
+            of_logits = self._logit_upstream(tape, tape.logit_upstream, micro_batch)
+        tokens = tokens_of(micro_batch) if tape.own is not None else None
+        pack = _Pack(tape, micro_batch, scale, rows >= 0, documents, place, tokens, of_logits)
+        return partial(self._objective, pack)
 
-        def objective(logits: Tensor, tokens: slice) -> Tensor:
-            where, kept = place[tokens], keep[tokens]
-            numbers: tuple[Tensor, ...]
-            if all_fields:
-                numbers = token_scores(logits, labels[tokens], first, group, vocab_size, tape.temperature)
-            else:
-                z = (
-                    logits
-                    if tape.temperature == 1.0
-                    else logits.to(torch.promote_types(logits.dtype, torch.float32)) / tape.temperature
-                )
-                numbers = (vocab_parallel_log_probabilities(z, labels[tokens], first, group, vocab_size=vocab_size),)
-            log_probs = numbers[0]
-            if tape.values is not None and writes:
-                written = torch.stack([*map(Tensor.detach, numbers[: tape.values.shape[1]])], 1)
-                tape.values[where[kept]] = written[kept].to(tape.values)
-            if tape.logits is not None:
-                _write_logits(tape.logits, micro_batch, logits.detach(), tokens)
-            if own is not None and tape.own is not None:
-                assert pack is not None
-                of_tokens = own.of(log_probs, pack, tokens, tape.own[0])
-                return of_tokens * tape.own[1] + of_tokens.detach() * (1.0 - tape.own[1])
-            value = log_probs.detach().sum(dtype=torch.float64) * -scale
-            terms = list[Tensor]()
-            if tape.weights is not None:
-                weighed = log_probs.exp() if tape.by_probability else log_probs  # dp = p dlog(p)
-                weighed = tape.weights[documents[tokens]].to(log_probs) * kept * weighed
-                terms.append(weighed.sum(dtype=torch.float64))
-            if tape.seeds is not None:
-                seeds = tape.seeds[where].to(log_probs) * kept[:, None]
-                for index in range(seeds.shape[1]):
-                    terms.append((seeds[:, index] * numbers[index]).sum(dtype=torch.float64))
-            if logit_seeds is not None:
-                terms.append((logit_seeds[tokens].to(log_probs) * logits).sum(dtype=torch.float64))
-            if not terms:
-                if tape.auxiliary_seeds is None and tape.logit_seeds is None:  # nothing is trained
-                    return value
-                terms.append((logits[:, :1] * 0.0).sum(dtype=torch.float64))
-            total = torch.stack(terms).sum()
-            return total - total.detach() + value
+    def _objective(self, pack: _Pack, logits: Tensor, tokens: slice) -> Tensor:
+        tape, own, kept, terms = pack.tape, self._loss.own, pack.keep[tokens], list[Tensor]()
+        scores = self._scores(pack, logits, tokens)
+        log_probs = scores[0]
+        if tape.own is not None and pack.tokens is not None and isinstance(own, TokenLoss):
+            of_value, of_gradient = tape.own
+            of_tokens = own.of(log_probs, pack.tokens, tokens, of_value)
+            return of_tokens * of_gradient + of_tokens.detach() * (1.0 - of_gradient)
+        value = log_probs.detach().sum(dtype=torch.float64) * -pack.scale
+        if tape.weights is not None:
+            weighed = log_probs.exp() if tape.by_probability else log_probs  # dp = p dlog(p)
+            terms.append(tape.weights[pack.documents[tokens]].to(log_probs) * kept * weighed)
+        if tape.upstream is not None:
+            upstream = tape.upstream[pack.place[tokens]].to(log_probs) * kept[:, None]
+            terms += [column * score for column, score in zip(upstream.unbind(1), scores, strict=False)]
+        if pack.of_logits is not None:
+            terms.append(pack.of_logits[tokens].to(log_probs) * logits)
+        if not terms:
+            if tape.auxiliary_upstream is None and tape.logit_upstream is None:  # nothing is trained
+                return value
+            terms.append(logits[:, :1] * 0.0)
+        total = sum(map(partial(torch.sum, dtype=torch.float64), terms), value.new_zeros(()))
+        return total - total.detach() + value
 
-        return objective
+    def _scores(self, pack: _Pack, logits: Tensor, tokens: slice) -> tuple[Tensor, ...]:
+        """Computes the scores of some tokens, and writes into the tape what it is to have."""
+        tape, loss, labels, group = pack.tape, self._loss, pack.micro_batch.labels[0][tokens], (0, None)
+        if loss.tensor is not None:
+            group = sum(loss.widths[: loss.tensor.shard]), loss.tensor.group
+        if tape.fields > 1 or (tape.upstream is not None and tape.upstream.shape[1] > 1):
+            scores = token_scores(logits, labels, *group, loss.vocab_size, tape.temperature)
+        else:
+            z = logits
+            if tape.temperature != 1.0:
+                z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / tape.temperature
+            scores = (vocab_parallel_log_probabilities(z, labels, *group, vocab_size=loss.vocab_size),)
+        if tape.values is not None and self._mesh.coord.tp == 0:
+            kept, written = pack.keep[tokens], torch.stack([*map(Tensor.detach, scores[: tape.fields])], 1)
+            tape.values[pack.place[tokens][kept]] = written[kept].to(tape.values)
+        if tape.logits is not None:
+            _write_logits(tape.logits, pack.micro_batch, logits.detach(), tokens)
+        return scores
 
-    def _logit_seeds(
-        self, tape: Tape, seeds_of: Callable[[int], Tensor | None], micro_batch: MicroBatch
+    def _logit_upstream(
+        self, tape: Tape, upstream_of: Callable[[int], Tensor | None], micro_batch: MicroBatch
     ) -> Tensor | None:
-        """[t, v], the seeds of a pack's logits; receives a document's when its first pack begins."""
+        """[t, v], of a pack's logits; receives a document's when its first pack begins."""
         sequences = list(_sequences(micro_batch))
         here = {document for document, _, _ in sequences}
         # a document that continues in the next chunk is also in this one
-        tape.at_hand = {d: tape.at_hand[d] if d in tape.at_hand else seeds_of(d) for d in here}
-        if all(seeds is None for seeds in tape.at_hand.values()):
+        tape.at_hand = {d: tape.at_hand[d] if d in tape.at_hand else upstream_of(d) for d in here}
+        found = {document: upstream for document, upstream in tape.at_hand.items() if upstream is not None}
+        if not found:
             return None
-        shard = self.replica.mesh.strategy.shard_index(self.replica.mesh.coord.tp)
-        of_pack = torch.zeros(micro_batch.num_tokens, self.logit_widths[shard], dtype=self._wide)
+        width = self._loss.logit_widths[self._mesh.strategy.shard_index(self._mesh.coord.tp)]
+        of_pack = torch.zeros(micro_batch.num_tokens, width, dtype=next(iter(found.values())).dtype)
         for document, positions, tokens in sequences:
-            seeds = tape.at_hand[document]
-            if seeds is not None:
-                of_pack[tokens] = seeds[positions]
+            if document in found:
+                of_pack[tokens] = found[document][positions]
         return of_pack.to(micro_batch.labels.device)
 
 
@@ -205,13 +227,9 @@ def _sequences(micro_batch: MicroBatch) -> Iterator[tuple[int, slice, slice]]:
 
 # -- documents --------------------------------------------------------------------------------------------------------
 
-# Each rank reads its own batch, all ranks learn every length, and tokens travel to the ranks that train them.
-#
 # A *document* is the unit of packing: a row without its padding, or one document of a row that was packed before. All
-# ranks number the documents of a step identically: call by call, rank by rank, row by row.
-#
-# All data moves from and to host memory, over a separate group.
-
+# ranks number the documents of a step identically: call by call, rank by rank, row by row. Tokens travel to the ranks
+# that train them.
 
 ROW_COLUMNS = ("input_ids", "attention_mask", "position_ids", "seq_idx", "labels", "shift_labels")
 """The tensors [batch, length] of a batch."""
@@ -233,14 +251,9 @@ class Document(Row):
 def read_batch(
     batch: Mapping[str, Tensor | None], vocab_size: int, longest: int, rank: int, rules: RowRules = DEFAULT_RULES
 ) -> list[Document]:
-    """Reads the documents of a batch, which may have no rows. Raises `HotspaError`: a row that the plain model would
-    train differently, or that no bucket takes.
-
-    Args:
-        batch: Any of `ROW_COLUMNS` [B, L] and `FLAT_COLUMNS`. `position_ids` may be [1, L].
-        longest: Tokens of the longest bucket.
-        rules: How the model treats padding, and which columns [B] or [B, L] a token loss reads.
-    """
+    """Reads the documents of a batch, which may have no rows: any of `ROW_COLUMNS` [B, L] and `FLAT_COLUMNS`, and the
+    columns [B] or [B, L] that a token loss reads. Raises `HotspaError`: a row that the plain model would train
+    differently, or that no bucket takes."""
     columns, flat = dict[str, NDArray[Any]](), dict[str, NDArray[Any]]()
     for name, value in batch.items():
         if value is not None:
@@ -251,21 +264,18 @@ def read_batch(
     if flat and len(ids) != 1:
         raise UnsupportedError(f"{sorted(flat)} for {len(ids)} rows", fix="give them for a batch of one row")
     for name, column in columns.items():
-        if name in rules.columns and column.shape == ids.shape[:1]:
+        if column.shape == ids.shape or (name in rules.columns and column.shape == ids.shape[:1]):
             continue
-        if column.shape == (1, *ids.shape[1:]) and len(ids) != 1:
-            columns[name] = np.broadcast_to(column, ids.shape)
-        elif column.shape != ids.shape:
+        if column.shape != (1, *ids.shape[1:]):
             raise UnsupportedError(
                 f"{name} has the shape {list(column.shape)}, and input_ids {list(ids.shape)}",
                 why="rows are packed again, and each token needs its own value",
                 fix=f"leave {name} out, or give [rows, tokens]",
             )
+        columns[name] = np.broadcast_to(column, ids.shape)
     documents: list[Document] = []
     for row in range(len(ids)):
-        example = dict(flat)
-        for name, column in columns.items():
-            example[name] = column[row]
+        example = flat | dict(zip(columns, map(itemgetter(row), columns.values()), strict=True))
         documents += _documents(example, row, vocab_size, longest, f"row {row} of the batch of rank {rank}", rules)
     return documents
 
@@ -273,37 +283,33 @@ def read_batch(
 def _documents(
     example: dict[str, NDArray[np.int64]], row: int, vocab_size: int, longest: int, where: str, rules: RowRules
 ) -> Iterator[Document]:
-    shifted = example.pop("shift_labels", None)
-    if shifted is not None:
-        example.pop("labels", None)
-    read = read_row(example, row, rules)
-    width, begin, end = read.width, read.first, read.first + len(read.ids)
-    targets = np.full(width, IGNORED_LABEL, np.int64)
+    shifted, targets = example.pop("shift_labels", None), np.full(len(example["input_ids"]), IGNORED_LABEL, np.int64)
     if shifted is not None:
         targets[:] = shifted
+        example.pop("labels", None)
     elif "labels" in example:
         targets[:-1] = example["labels"][1:]
-    outside = np.ones(width, np.bool_)
-    outside[begin:end] = False
-    if (targets[outside] != IGNORED_LABEL).any():
+    read = read_row(example, row, rules)
+    outside, inside = targets.copy(), slice(read.first, read.first + len(read.ids))
+    outside[inside] = IGNORED_LABEL
+    if (outside != IGNORED_LABEL).any():
         raise UnsupportedError(
             "padding has a label",
             where=where,
             why="the plain model would be trained to predict it, or from it",
             fix="set labels to -100 wherever attention_mask is 0, and at the first token after padding",
         )
-    targets = targets[begin:end]
-    wrong = [("input_ids", read.ids), ("labels", targets[targets != IGNORED_LABEL])]
-    for name, values in wrong:
-        if len(values) and (values.min() < 0 or values.max() >= vocab_size):
-            value = values[(values < 0) | (values >= vocab_size)][0]
+    targets = targets[inside]
+    for name, values in (("input_ids", read.ids), ("labels", targets[targets != IGNORED_LABEL])):
+        if len(wrong := values[(values < 0) | (values >= vocab_size)]):
             raise TokenRangeError(
-                f"{name} holds {value}, and the vocabulary has the ids 0 to {vocab_size - 1}",
+                f"{name} holds {wrong[0]}, and the vocabulary has the ids 0 to {vocab_size - 1}",
                 where=where,
                 why="the embedding or the loss would read beyond its table",
                 fix="tokenise with the model's own tokenizer, or resize the model's embeddings",
             )
-    for first, stop in pairwise([0, *read.cuts.tolist(), len(read.ids)]):
+    ends = [*read.cuts.tolist(), len(read.ids)]
+    for first, stop in pairwise([0, *ends]):
         if stop - first > longest:
             raise OverlongError(
                 f"a sequence of {stop - first} tokens is longer than the longest bucket, {longest} tokens",
@@ -314,26 +320,20 @@ def _documents(
             own = dict[str, NDArray[Any]]()
             for name, column in read.columns.items():
                 own[name] = np.broadcast_to(column, len(read.ids))[first:stop]
-            ids, own_targets = read.ids[first:stop], targets[first:stop]
-            yield Document(ids, None, _NO_CUTS, 0, len(ids), own, targets=own_targets, row=row, begin=begin + first)
+            ids, own_targets, begin = read.ids[first:stop], targets[first:stop], read.first + first
+            yield Document(ids, None, _NO_CUTS, 0, len(ids), own, targets=own_targets, row=row, begin=begin)
 
 
 @dataclass
 class Documents:
-    """What every rank knows of the documents of a step, and the tokens that this rank has.
-
-    Attributes:
-        lengths, labels, owners: Each document's tokens, targets that count, and reading rank.
-        rows: The tokens of documents that this rank has read or received.
-        holders: Which ranks have the tokens of a document.
-        planned: Plans of some documents, for evaluation or not, and this rank's parts.
-    """
+    """What every rank knows of the documents of a step, and the tokens that this rank has."""
 
     lengths: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    rows: dict[int, Row] = field(default_factory=dict)
-    holders: list[set[int]] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)  # targets that count
+    owners: list[int] = field(default_factory=list)  # the ranks that have read them
+    rows: dict[int, Row] = field(default_factory=dict)  # of documents that this rank has read or received
+    holders: list[set[int]] = field(default_factory=list)  # which ranks have the tokens of a document
+    # plans of some documents, for evaluation or not, and this rank's parts
     planned: dict[tuple[tuple[int, ...], bool], tuple[MiniBatchPlan, MiniBatch]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -360,8 +360,8 @@ class Documents:
         collator: PackedBucketCollator,
         exchange: "Exchange",
     ) -> tuple[MiniBatchPlan, MiniBatch]:
-        """Plans some documents, the same on every rank, and sends tokens to ranks that lack them; returns the plan and
-        this rank's part. Collective."""
+        """Plans some documents, and sends tokens to ranks that lack them; returns the plan and this rank's part.
+        Collective."""
         lengths, labels = np.array(self.lengths, np.int64), np.array(self.labels, np.int64)
         unmasked = np.full(len(lengths), -1, np.int64)  # nothing is cut: label positions are not needed
         table = SequenceTable(lengths, labels, unmasked, np.zeros(0, np.uint8))
@@ -371,26 +371,29 @@ class Documents:
         return plan, collator.of_plan(plan, self.rows)
 
     def _fetch_rows(self, plan: MiniBatchPlan, names: Sequence[str], exchange: "Exchange") -> None:
-        moves, tokens = list[Move](), dict[int, Tensor]()
+        """A row travels as its tokens, its targets, and of each column whether it has floats, and their bits."""
+        moves, data, dtype = list[Move](), dict[int, Tensor](), torch.int64 if names else torch.int32
         for number, strategy, replica in places(plan):
             for rank in replica_ranks(strategy, replica):
                 if rank not in self.holders[number]:
-                    moves.append(Move(number, self.owners[number], rank, 2 * self.lengths[number]))
+                    size = (2 + len(names)) * self.lengths[number] + len(names)
+                    moves.append(Move(number, self.owners[number], rank, size))
                     self.holders[number].add(rank)
-        sent = {move.document: self.rows[move.document] for move in moves if move.source == exchange.rank}
-        for number, row in sent.items():
-            assert row.targets is not None
-            tokens[number] = torch.from_numpy(np.concatenate([row.ids, row.targets]).astype(np.int32))
-        for move, both in exchange.deliver("rows", moves, tokens, torch.int32):
-            ids, targets = both.numpy().astype(np.int64).reshape(2, -1)
-            self.rows[move.document] = Row(ids, None, _NO_CUTS, 0, len(ids), targets=targets)
-        if names:
-            of_columns = [move._replace(size=len(names) * (1 + self.lengths[move.document])) for move in moves]
-            columns = {number: _bits(row, names) for number, row in sent.items()}
-            for move, bits in exchange.deliver("rows", of_columns, columns, torch.int64):
-                of_names = zip(names, bits.numpy().reshape(len(names), -1), strict=True)
-                own = {name: part[1:].view(np.float64) if part[0] else part[1:] for name, part in of_names}
-                self.rows[move.document] = replace(self.rows[move.document], columns=own)
+        for move in moves:
+            if move.source == exchange.rank and move.document not in data:
+                row = self.rows[move.document]
+                columns = [np.ascontiguousarray(row.columns[name]) for name in names]
+                bits = [(np.array([column.dtype.kind == "f"]), column.view(np.int64)) for column in columns]
+                assert row.targets is not None
+                parts = [*chain.from_iterable(bits), row.ids, row.targets]
+                data[move.document] = torch.from_numpy(np.concatenate(parts)).to(dtype)
+        for move, whole in exchange.deliver("rows", moves, data, dtype):
+            length = self.lengths[move.document]
+            numbers, own = whole.numpy().astype(np.int64), dict[str, NDArray[Any]]()
+            for name, part in zip(names, np.split(numbers[: -2 * length], len(names) or 1), strict=False):
+                own[name] = part[1:].view(np.float64) if part[0] else part[1:]
+            ids, targets = numbers[-2 * length :].reshape(2, -1)
+            self.rows[move.document] = Row(ids, None, _NO_CUTS, 0, length, own, targets=targets)
 
 
 def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
@@ -402,15 +405,6 @@ def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int
         total += labels
     denominator = np.float64(total if num_items is None else num_items)
     return [int(denominator.view(np.int64)), len(documents), *pairs]
-
-
-def _bits(row: Row, names: Sequence[str]) -> Tensor:
-    """The columns of a row, each after 1 if it has floats, else 0."""
-    parts = []
-    for name in names:
-        column = np.ascontiguousarray(row.columns[name])
-        parts += [np.array([column.dtype.kind == "f"], np.int64), column.view(np.int64)]
-    return torch.from_numpy(np.concatenate(parts))
 
 
 def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
@@ -444,11 +438,7 @@ class Move(NamedTuple):
 
 
 class Exchange:
-    """Moves rows and numbers between ranks. All methods are collective.
-
-    Args:
-        agreement: Over a group of all ranks without other use at the same time.
-    """
+    """Moves rows and numbers between ranks, over host memory. All methods are collective."""
 
     def __init__(self, agreement: Agreement, world_size: int) -> None:
         self.agreement, self.rank, self.world_size = agreement, agreement.rank, world_size
@@ -495,42 +485,66 @@ class Exchange:
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Seeds:
-    """The seeds of a training pass; each is None if unused."""
+class Mode(NamedTuple):
+    """How a pass runs."""
 
-    weights: Tensor | None = None  # fp64 [D], the seed of every log-probability of a document; the same on every rank
+    step: int  # mini-batches before this one in the run
+    training: bool
+    temperature: float = 1.0  # the divisor of logits
+
+
+class Wanted(NamedTuple):
+    """The results of a pass: of a `Results`, what it is to have."""
+
+    fields: int = 0  # how many of the first `parallel.scores.FIELDS` of each token; -1: not even that they are 0
+    sums: bool = False  # instead of these, each document's sum of log-probabilities
+    logits: bool = False
+    auxiliary: bool = False
+    own: bool = False  # the engine's token loss, in a scoring pass; a training pass with such a loss has it
+
+
+@dataclass
+class Upstream:
+    """The gradients by the results that a training pass trains with; each is None if unused."""
+
+    weights: Tensor | None = None  # fp64 [D], by every log-probability of a document; the same on every rank
     by_probability: bool = False  # whether `weights` are multiplied by the probability of each token
     # of this rank's documents [length, 1 or 2], by log-probability, and by entropy
     tokens: Mapping[int, Tensor] = field(default_factory=dict)
     columns: int = 0  # how many columns of `tokens` have numbers, on this rank or on all; 0 for none
     logits: dict[int, Tensor] = field(default_factory=dict)  # of this rank's documents [length, V]; removed when sent
-    of_logits: frozenset[int] = frozenset()  # the documents of all ranks with seeds by logits
-    auxiliary: Tensor | None = None  # fp64 [D, seeds], of an `AuxiliaryLoss`; the same on every rank
+    of_logits: frozenset[int] = frozenset()  # the documents of all ranks with gradients by logits
+    auxiliary: Tensor | None = None  # fp64 [D, gradients], of an `AuxiliaryLoss`; the same on every rank
     # the divisor of the engine's token loss, and its gradient's factor; None for another loss
     own: tuple[float, float] | None = None
 
 
 @dataclass
-class Numbers:
-    """The results of a pass for this rank's documents.
+class Results:
+    """The results of a pass for this rank's documents; see `Wanted`."""
 
-    Attributes:
-        tokens: [length, fields] of each, fp32 or wider.
-        sums: Each one's sum of log-probabilities, if only sums were requested.
-        logits: [length, V] of each, if requested.
-        auxiliary: fp64 [sums] of each, see `Tape.auxiliary`.
-        own: The token loss of all documents on all ranks, if computed.
-    """
-
-    tokens: dict[int, Tensor] = field(default_factory=dict)
+    tokens: dict[int, Tensor] = field(default_factory=dict)  # [length, fields] of each, fp32 or wider
     sums: dict[int, float] = field(default_factory=dict)
-    logits: dict[int, Tensor] = field(default_factory=dict)
-    auxiliary: dict[int, Tensor] = field(default_factory=dict)
-    own: float = 0.0
+    logits: dict[int, Tensor] = field(default_factory=dict)  # [length, V] of each
+    auxiliary: dict[int, Tensor] = field(default_factory=dict)  # fp64 [sums] of each, see `Tape.auxiliary`
+    own: float = 0.0  # the token loss of all documents on all ranks
 
 
 Chosen = tuple[tuple[Bucket, ...], Speeds | None]
+Trained = tuple[MiniBatchPlan, StepReport]
+
+
+@dataclass(eq=False)
+class Step:
+    """What each step of the optimizer begins anew."""
+
+    documents: Documents = field(default_factory=Documents)
+    calls: "list[Call]" = field(default_factory=list)
+    window: "Window | None" = None  # its announced batches, if any are still to come
+    waiting: "list[Call]" = field(default_factory=list)  # the calls of these
+    has_gradients: bool = False  # whether a training pass has run
+    gradient_version: int = -1  # of the gradients after it; later changes are the caller's
+    passes: list[Trained] = field(default_factory=list)  # the plan and the report of each training pass
 
 
 class Passes:
@@ -553,12 +567,9 @@ class Passes:
             quadratic_cost=shape.quadratic_cost,
             rules=RowRules(columns=columns),
         )
-        self.counts = {"scoring": 0, "training": 0}  # passes so far: `scoring` and `training`
-        # the plan and the report of each training pass of the step
-        self.trained = list[tuple[MiniBatchPlan, StepReport]]()
-        self.report: StepReport | None = None  # of all these passes; None before any
+        self.counts = {"scoring": 0, "training": 0}  # passes so far
         # maps a step and the lengths of its documents to their buckets and the speeds by which packs are divided over
-        # replicas; the same on all ranks. Also called in a thread. None: the engine's buckets and equal speeds.
+        # replicas; the same on all ranks. None: the engine's buckets and equal speeds.
         self.choose: Callable[[int, Sequence[int]], Chosen] | None = None
         # returns what must be equal on all ranks in training, by name
         self.facts: Callable[[], Mapping[str, str]] = dict
@@ -566,7 +577,7 @@ class Passes:
         engine.attach(lambda replica: TapedReplica(replica, self.taping))
         # of a replica, if it has such a loss
         self.auxiliary: AuxiliaryLoss | None = next(iter(engine.phases.values())).replica.auxiliary
-        self._scored: tuple[Any, Evaluation] | None = None
+        self._scored: tuple[tuple[int | None, bool, int], Evaluation] | None = None
         self._here, self._coming = dict[int, Tensor](), dict[int, int]()
 
     @property
@@ -580,109 +591,79 @@ class Passes:
         return slice(sum(widths[:shard]), sum(widths[: shard + 1]))
 
     def planned(
-        self,
-        documents: Documents,
-        numbers: Iterable[int],
-        step: int,  # mini-batches before this one in the run
-        exchange: Exchange | None = None,  # over another group, for a coming step beside the running one
-        evaluates: bool = False,
+        self, documents: Documents, some: Sequence[int], step: int, evaluates: bool = False
     ) -> tuple[MiniBatchPlan, MiniBatch]:
         """Plans some documents once; returns the plan and this rank's part. Collective."""
-        some = tuple(numbers)
-        if (some, evaluates) not in documents.planned:
+        key = tuple(some), evaluates
+        if key not in documents.planned:
             buckets, speeds = self.evaluated if evaluates else self.engine.buckets, None
             if self.choose is not None and not evaluates:
                 buckets, speeds = self.choose(step, [*map(documents.lengths.__getitem__, some)])
-            made = documents.plan(some, buckets, speeds, self.collator, exchange or self.exchange)
-            documents.planned[some, evaluates] = made
-        return documents.planned[some, evaluates]
+            documents.planned[key] = documents.plan(key[0], buckets, speeds, self.collator, self.exchange)
+        return documents.planned[key]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def score(
         self,
         documents: Documents,
-        numbers: Sequence[int],
+        some: Sequence[int],
+        mode: Mode,
+        wanted: Wanted,
         *,
-        step: int,  # mini-batches before this one in the run
-        training: bool,
-        temperature: float = 1.0,  # the divisor of logits
-        fields: int = 1,  # how many of the first `parallel.scores.FIELDS` to compute
-        with_logits: bool = False,
-        with_aux: bool = False,
         store: MasterStore | None = None,  # weights to use instead of the engine's
         of_step: bool = True,  # whether the documents will be trained in this step: then graphs are kept
-        own: bool = False,  # whether to compute the engine's token loss
-    ) -> Numbers:
+    ) -> Results:
         """Runs a forward of some documents. Collective."""
-        evaluates = not (of_step or training or store is not None)
-        keeps = of_step and store is None and not with_aux
-        key = None if store is None else id(store), training, step
+        evaluates = not (of_step or mode.training or store is not None)
+        keeps = of_step and store is None and not wanted.auxiliary
+        key = None if store is None else id(store), mode.training, mode.step
         try:
-            plan, mini_batch = self.planned(documents, numbers, step, evaluates=evaluates)
+            plan, mini_batch = self.planned(documents, some, mode.step, evaluates)
             if self._scored is None or self._scored[0] != key:
                 self.let_go()
-                self._scored = key, self.engine.evaluation(store, training, step)
-            value = (1.0, 0.0) if own else None
-            self._begin(documents, plan, fields, with_logits, with_aux, temperature=temperature, own=value)
+                self._scored = key, self.engine.evaluation(store, mode.training, mode.step)
+            self._begin(documents, plan, mode, wanted, Upstream(own=(1.0, 0.0) if wanted.own else None))
             with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
                 result = self._scored[1].run(mini_batch, keep_graphs=keeps)
             if store is not None:  # the loaded weights must not be trained
                 self.let_go()
             self.counts["scoring"] += 1
-            return replace(self._collect(documents, plan, fields), own=result.loss_sum)
+            return replace(self._collect(documents, plan, wanted), own=result.loss_sum)
         except BaseException:
             self._drop()
             raise
         finally:
             self.taping.tape = None
 
-    def train(
-        self,
-        documents: Documents,
-        numbers: Sequence[int],
-        seeds: Seeds,
-        *,
-        step: int,  # mini-batches before this one in the run
-        add: bool,  # whether to add to the existing gradients
-        training: bool = True,
-        temperature: float = 1.0,
-        fields: int = 0,  # how many numbers of each token to compute
-        sums: bool = False,  # whether to return each document's sum of log-probabilities instead
-    ) -> Numbers:
-        """Trains some documents with the objective of the seeds; otherwise as `score`. Collective."""
-        device, sends = self.engine.device, list[Any]()
+    def train(self, step: Step, some: Sequence[int], mode: Mode, wanted: Wanted, upstream: Upstream) -> Results:
+        """Trains some documents of a step with upstream gradients; adds to its gradients. Collective."""
+        documents, sends = step.documents, list[dist.Work]()
         try:
-            plan, mini_batch = self.planned(documents, numbers, step)
-            if self._scored is not None and self._scored[0] != (None, training, step):
+            plan, mini_batch = self.planned(documents, some, mode.step)
+            if self._scored is not None and self._scored[0] != (None, mode.training, mode.step):
                 self.let_go()
             kept_scoring, self._scored = self._scored, None
             self._coming = {}
-            self._begin(
-                documents, plan, 1 if sums else fields, temperature=temperature, own=seeds.own,
-                by_probability=seeds.by_probability,
-                weights=None if seeds.weights is None else seeds.weights.to(device),
-                auxiliary_seeds=None if seeds.auxiliary is None else seeds.auxiliary.to(device),
-            )  # fmt: skip
-            if seeds.columns:
-                self.tape.seeds = self._token_seeds(documents, plan, seeds)
-            if seeds.of_logits:
-                sends = self._send_logit_seeds(plan, seeds)
-                self.tape.logit_seeds = lambda number: self._receive_logit_seeds(documents, seeds, number)
-            with torch.autocast(device.type, enabled=False), torch.enable_grad():
+            self._begin(documents, plan, mode, wanted, upstream)
+            if upstream.of_logits:
+                sends = self._send_logit_upstream(plan, upstream)
+                self.tape.logit_upstream = lambda number: self._receive_logit_upstream(documents, upstream, number)
+            with torch.autocast(self.engine.device.type, enabled=False), torch.enable_grad():
                 facts = self.facts() if self.engine.world_size > 1 else None
                 scored = kept_scoring[1] if kept_scoring is not None else None
                 report = self.engine.forward_backward(
-                    mini_batch, step, facts, add=add, needs_labels=False, training=training, scored=scored
-                )
+                    mini_batch, mode.step, facts, add=step.has_gradients, needs_labels=False, training=mode.training,
+                    scored=scored,
+                )  # fmt: skip
             for number in list(self._coming):  # documents too short to have tokens on this rank of cp
-                self._receive_logit_seeds(documents, seeds, number)
+                self._receive_logit_upstream(documents, upstream, number)
             if sends:
                 self.engine.agreement.wait(sends)
             self.counts["training"] += 1
-            self.trained.append((plan, report))
-            self.report = report if self.report is None else merged(self.report, report)
-            return replace(self._collect(documents, plan, fields, sums), own=report.loss)
+            step.passes.append((plan, report))
+            step.has_gradients, step.gradient_version = True, self.engine.master.gradient_version
+            return replace(self._collect(documents, plan, wanted), own=report.loss)
         except BaseException:
             self._drop()
             raise
@@ -695,64 +676,62 @@ class Passes:
             self._scored[1].close()
             self._scored = None
 
-    def _begin(
-        self,
-        documents: Documents,
-        plan: MiniBatchPlan,
-        fields: int,
-        with_logits: bool = False,
-        with_aux: bool = False,
-        **of_tape: Any,
-    ) -> None:
+    def _begin(self, documents: Documents, plan: MiniBatchPlan, mode: Mode, wanted: Wanted, upstream: Upstream) -> None:
+        """Makes the tape of a pass. Collective."""
         engine, device = self.engine, self.engine.device
         offsets, total, logits = [0] * len(documents.lengths), 0, dict[int, Tensor]()
         for number, strategy, replica in places(plan):
             if engine.rank in last_ranks(strategy, replica):
                 offsets[number], total = total, total + documents.lengths[number]
-                if with_logits:
+                if wanted.logits:
                     columns = self._columns_of(strategy, engine.rank)
                     shape = documents.lengths[number], columns.stop - columns.start
                     logits[number] = torch.zeros(shape, dtype=self.wide)
-        self._offsets = offsets
-        auxiliary = None
-        if with_aux and self.auxiliary is not None:
-            auxiliary = torch.zeros(len(documents), self.auxiliary.num_sums, dtype=torch.float64, device=device)
+        self._offsets, fields, auxiliary = offsets, 1 if wanted.sums else wanted.fields, None
+        if wanted.auxiliary and self.auxiliary is not None:
+            auxiliary = torch.zeros(len(offsets), self.auxiliary.num_sums, dtype=torch.float64, device=device)
+        tokens = self._token_upstream(documents, plan, upstream) if upstream.columns else None
         self.taping.tape = self.tape = Tape(
+            temperature=mode.temperature,
             offsets=torch.tensor(offsets, dtype=torch.int64, device=device),
             fields=fields,
             values=torch.zeros(total, fields, dtype=self.wide, device=device) if fields else None,
-            logits=logits if with_logits else None,
+            logits=logits if wanted.logits else None,
             auxiliary=auxiliary,
-            **of_tape,
+            weights=None if upstream.weights is None else upstream.weights.to(device),
+            by_probability=upstream.by_probability,
+            upstream=tokens,
+            auxiliary_upstream=None if upstream.auxiliary is None else upstream.auxiliary.to(device),
+            own=upstream.own,
         )
 
-    # -- seeds in -----------------------------------------------------------------------------------------------------
+    # -- upstream gradients in ----------------------------------------------------------------------------------------
 
-    def _token_seeds(self, documents: Documents, plan: MiniBatchPlan, seeds: Seeds) -> Tensor:
+    def _token_upstream(self, documents: Documents, plan: MiniBatchPlan, upstream: Upstream) -> Tensor:
         """Receives [n, 1 or 2] for the tokens whose logits this rank has, from the owners of the documents."""
         moves, tokens, size = list[Move](), dict[int, Tensor](), 0
         for number, strategy, replica in places(plan):
             length, owner = documents.lengths[number], documents.owners[number]
             for rank in last_ranks(strategy, replica):
-                moves.append(Move(number, owner, rank, length * seeds.columns))
+                moves.append(Move(number, owner, rank, length * upstream.columns))
                 size += length if rank == self.engine.rank else 0
             if owner == self.engine.rank:
-                given = seeds.tokens.get(number)
-                own = torch.zeros(length, seeds.columns) if given is None else given[:, : seeds.columns]
+                given = upstream.tokens.get(number)
+                own = torch.zeros(length, upstream.columns) if given is None else given[:, : upstream.columns]
                 tokens[number] = own.to("cpu", self.wide).reshape(-1)
-        table = torch.zeros(size, seeds.columns, dtype=self.wide)
+        table = torch.zeros(size, upstream.columns, dtype=self.wide)
         for move, arrived in self.exchange.deliver("seeds", moves, tokens, self.wide):
             begin = self._offsets[move.document]
-            table[begin : begin + documents.lengths[move.document]] = arrived.view(-1, seeds.columns)
+            table[begin : begin + documents.lengths[move.document]] = arrived.view(-1, upstream.columns)
         return table.to(self.engine.device)
 
-    def _send_logit_seeds(self, plan: MiniBatchPlan, seeds: Seeds) -> list[Any]:
-        """Starts to send each document's seeds to the ranks with its logits; they receive them with its pack."""
-        sends, self._here, own = [], dict[int, Tensor](), self.engine.rank
+    def _send_logit_upstream(self, plan: MiniBatchPlan, upstream: Upstream) -> list[dist.Work]:
+        """Starts to send each document's gradients to the ranks with its logits; they receive them with its pack."""
+        sends, self._here, own = list[dist.Work](), dict[int, Tensor](), self.engine.rank
         for number, strategy, replica in places(plan):
-            if number not in seeds.of_logits:
+            if number not in upstream.of_logits:
                 continue
-            whole = seeds.logits.pop(number, None)
+            whole = upstream.logits.pop(number, None)
             for rank in last_ranks(strategy, replica):
                 columns = self._columns_of(strategy, rank)
                 if whole is None:
@@ -767,8 +746,8 @@ class Passes:
                     self.exchange.sent["seeds_bytes"] += part.nbytes
         return sends
 
-    def _receive_logit_seeds(self, documents: Documents, seeds: Seeds, number: int) -> Tensor | None:
-        if number not in seeds.of_logits:
+    def _receive_logit_upstream(self, documents: Documents, upstream: Upstream, number: int) -> Tensor | None:
+        if number not in upstream.of_logits:
             return None
         if documents.owners[number] == self.engine.rank:
             return self._here.pop(number)
@@ -777,37 +756,37 @@ class Passes:
             return part
         return self.engine.agreement.receive(part, documents.owners[number], number)
 
-    # -- numbers out --------------------------------------------------------------------------------------------------
+    # -- results out --------------------------------------------------------------------------------------------------
 
-    def _collect(self, documents: Documents, plan: MiniBatchPlan, fields: int, sums: bool = False) -> Numbers:
-        numbers, tape = Numbers(), self.tape
+    def _collect(self, documents: Documents, plan: MiniBatchPlan, wanted: Wanted) -> Results:
+        results, tape = Results(), self.tape
         if tape.values is not None:
             table, moves, written = tape.values.to("cpu"), list[Move](), dict[int, Tensor]()
             for number, strategy, replica in places(plan):
                 length = documents.lengths[number]
                 for rank in last_ranks(strategy, replica, writers=True):
-                    moves.append(Move(number, rank, documents.owners[number], 1 if sums else length * fields))
+                    size = 1 if wanted.sums else length * wanted.fields
+                    moves.append(Move(number, rank, documents.owners[number], size))
                     if rank == self.engine.rank:
                         own = table[self._offsets[number] : self._offsets[number] + length]
-                        written[number] = own.double().sum()[None] if sums else own.flatten()
-            arrived = self.exchange.deliver("numbers", moves, written, torch.float64 if sums else self.wide)
+                        written[number] = own.double().sum()[None] if wanted.sums else own.flatten()
+            arrived = self.exchange.deliver("numbers", moves, written, torch.float64 if wanted.sums else self.wide)
             for (number, *_), values in arrived:
-                if sums:
-                    numbers.sums[number] = numbers.sums.get(number, 0.0) + float(values)
+                if wanted.sums:
+                    results.sums[number] = results.sums.get(number, 0.0) + float(values)
                 else:
-                    values = values.view(-1, fields)
-                    numbers.tokens[number] = numbers.tokens[number] + values if number in numbers.tokens else values
+                    _add(results.tokens, number, values.view(-1, wanted.fields))
         if tape.logits is not None:
-            self._collect_logits(documents, plan, numbers)
+            self._collect_logits(documents, plan, tape.logits, results)
         if tape.auxiliary is not None:
-            self._collect_auxiliary(documents, plan, numbers)
+            self._collect_auxiliary(documents, plan, tape.auxiliary, results)
         self.tape = Tape()
-        return numbers
+        return results
 
-    def _collect_logits(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
-        engine, logits = self.engine, self.tape.logits
-        assert logits is not None
-        sends, num_logits = [], self.num_logits
+    def _collect_logits(
+        self, documents: Documents, plan: MiniBatchPlan, logits: Mapping[int, Tensor], results: Results
+    ) -> None:
+        engine, sends, num_logits = self.engine, list[dist.Work](), self.num_logits
         for number, part in logits.items():
             owner = documents.owners[number]
             if owner != engine.rank and part.numel():
@@ -816,7 +795,7 @@ class Passes:
         for number, strategy, replica in places(plan):
             if documents.owners[number] != engine.rank:
                 continue
-            whole = numbers.logits[number] = torch.zeros(documents.lengths[number], num_logits, dtype=self.wide)
+            whole = results.logits[number] = torch.zeros(documents.lengths[number], num_logits, dtype=self.wide)
             for rank in last_ranks(strategy, replica):
                 columns = self._columns_of(strategy, rank)
                 part = torch.empty(len(whole), columns.stop - columns.start, dtype=self.wide)
@@ -827,9 +806,7 @@ class Passes:
                 whole[:, columns] += part
         engine.agreement.wait(sends)
 
-    def _collect_auxiliary(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
-        table = self.tape.auxiliary
-        assert table is not None
+    def _collect_auxiliary(self, documents: Documents, plan: MiniBatchPlan, table: Tensor, results: Results) -> None:
         rows, moves = dict(enumerate(table.to("cpu"))), list[Move]()
         for number, strategy, replica in places(plan):
             for rank in replica_ranks(strategy, replica):
@@ -837,12 +814,16 @@ class Passes:
                 if coord.tp == coord.cp == 0:
                     moves.append(Move(number, rank, documents.owners[number], table.shape[1]))
         for move, values in self.exchange.deliver("numbers", moves, rows, torch.float64):
-            before = numbers.auxiliary.get(move.document)
-            numbers.auxiliary[move.document] = values.clone() if before is None else before + values
+            _add(results.auxiliary, move.document, values)
+
+
+def _add(table: dict[int, Tensor], number: int, values: Tensor) -> None:
+    """Adds what several ranks know of a document."""
+    table[number] = table[number] + values if number in table else values.clone()
 
 
 def merged(one: StepReport, other: StepReport) -> StepReport:
-    """Merges the reports of two successive passes of one optimizer step."""
+    """Merges the reports of two successive passes of one step."""
     total = max(one.num_labels + other.num_labels, 1)
     ranks = None
     if one.ranks is not None and other.ranks is not None:

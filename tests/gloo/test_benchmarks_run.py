@@ -355,7 +355,7 @@ def test_peers(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -
 def test_switched_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("switched_model", tmp_path / "out" / "switched_model.json", "--ranks", "2")
     text = capsys.readouterr().out
-    assert set(found["ratios"]) == {"loss", "loss, announced", "scores", "scores, announced"}
+    assert set(found["ratios"]) == {"loss", "scores"}
     assert all(name in text for name in found["sides"])
     for name, side in found["sides"].items():
         travels = name != "raw loop"

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.switched.model import Outputs
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import MIXTURE, tiny_model
@@ -66,13 +66,13 @@ class Case:
 
 def fetched_in_double():
     """Within an operation on lazy logits the patch for fp64 is off, so it is put on again while they are computed."""
-    fetch = SwitchedModel._logits
+    fetch = Outputs.logits
 
     def fetched(self, *args):
         with exact_in_double(torch.float64):
             return fetch(self, *args)
 
-    SwitchedModel._logits = fetched
+    Outputs.logits = fetched
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ class RouterLoss(Attachment):
         """Writes router choices, and has the gradient of their seeds; its value is 0."""
         recorded = self.recorded
         self.clear()
-        wanted = tape.auxiliary is not None or tape.auxiliary_seeds is not None
+        wanted = tape.auxiliary is not None or tape.auxiliary_upstream is not None
         if not recorded or not wanted or is_idle(pack):
             return None
         rows, _ = rows_of(pack)
@@ -192,7 +192,7 @@ class RouterLoss(Attachment):
                 chosen = nn.functional.one_hot(p.topk(self.top_k, -1).indices, self.num_experts).flatten(1)
                 both = torch.cat([chosen.double(), p.detach().double()], 1)
                 tape.auxiliary.index_add_(0, rows[keep], both[keep])
-            if tape.auxiliary_seeds is not None:
-                seeds = tape.auxiliary_seeds[rows.clamp(min=0)] * keep[:, None]
+            if tape.auxiliary_upstream is not None:
+                seeds = tape.auxiliary_upstream[rows.clamp(min=0)] * keep[:, None]
                 total = total + (seeds * p).sum(dtype=torch.float64)
-        return total - total.detach() if tape.auxiliary_seeds is not None else None
+        return total - total.detach() if tape.auxiliary_upstream is not None else None
