@@ -32,7 +32,7 @@ from hf_hotspa.switched.passes import (
     Documents,
     Passes,
     Results,
-    Step,
+    TrainedStep,
     Upstream,
     Wanted,
     facts_of,
@@ -248,7 +248,7 @@ class Call:
         batch: Batch,
         documents: Sequence[Document],  # this rank's, in the order of `mine`
         facts: Facts,
-        of: Documents,  # those of its step, or its own without gradients
+        of: Documents,  # the documents of its step, or its own without gradients
         steps: "Steps",
         training: bool,
     ) -> None:
@@ -381,6 +381,15 @@ class Window:
             elif one.shape != other.shape or not bool((one.to(other) == other).all()):
                 return False
         return True
+
+
+@dataclass(eq=False)
+class Step(TrainedStep):
+    """What each step of the optimizer begins anew."""
+
+    calls: list[Call] = field(default_factory=list)
+    window: Window | None = None  # its announced batches, if any are still to come
+    waiting: list[Call] = field(default_factory=list)  # the calls of these
 
 
 class Steps:

@@ -47,12 +47,13 @@ from hf_hotspa.switched.calls import (
     Meeting,
     OfLoss,
     Request,
+    Step,
     Steps,
     Window,
     too_many_logits,
     unreadable,
 )
-from hf_hotspa.switched.passes import Mode, Results, Step, Upstream, Wanted
+from hf_hotspa.switched.passes import Mode, Results, Upstream, Wanted
 
 LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_empty")
 
@@ -351,7 +352,7 @@ class CalledModel(DistributedDataParallel):
         Args:
             attention_mask: 1 for tokens and 0 for padding.
             position_ids: From 0 in each document.
-            **asked: `labels` and more, see `Asked`; others are refused unless they have no effect in training.
+            **asked: `labels` and more, see `Asked`; others raise an error unless they have no effect in training.
 
         Raises:
             HotspaError: on every rank: one cannot read its batch, or calls differ. Nothing was computed; calls that
@@ -664,7 +665,7 @@ class SwitchedModel(CalledModel):
     # -- calls with gradients -----------------------------------------------------------------------------------------
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
-        """As of any model; with gradients, begins a step, or goes on with an announced one."""
+        """As of any model; with gradients, begins a step, or continues an announced one."""
         if not request.trains:
             return super()._take(request, error)
         step, index = self._steps.now, 0

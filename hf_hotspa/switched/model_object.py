@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,21 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.loss import SequenceLoss
 from hf_hotspa.parallel.wrapped_model import bare_model
 
-if TYPE_CHECKING:
-    from hf_hotspa.switched.model import CalledModel, SwitchedModel
+
+class Called(Protocol):
+    """What calls of a model object go to."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> object: ...
+    def refresh(self) -> None: ...
+
+
+class Stepped(Protocol):
+    """What is told before an optimizer steps; `on_other_parameters`, of parameters that are not its own, too."""
+
+    on_other_parameters: Callable[[Optimizer], None] | None
+
+    def step_begins(self) -> None: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
 def only_requires_grad(hook: Callable[..., object]) -> bool:
@@ -112,7 +125,7 @@ class Route:
         is_empty: Whether the object has no weights; its own calls then raise an error.
     """
 
-    def __init__(self, model: nn.Module, switched: "CalledModel") -> None:
+    def __init__(self, model: nn.Module, switched: Called) -> None:
         self._model, self._switched = weakref.ref(model), weakref.ref(switched)
         self.is_on, self.is_empty, self._is_closed = False, not has_weights(model), False
         self._own: Callable[..., object] | None = None  # TRL's forward on the object
@@ -238,7 +251,7 @@ def nothing_to_train(adapters: bool, rank: int) -> HotspaError:
     )
 
 
-def before_steps(switched: "SwitchedModel") -> RemovableHandle:
+def before_steps(switched: Stepped) -> RemovableHandle:
     """Calls `step_begins` of the switched model before steps of any optimizer with its parameters."""
     target = weakref.ref(switched)
     own = {id(parameter) for _, parameter in switched.named_parameters()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,9 +38,6 @@ from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket, Strategy
-
-if TYPE_CHECKING:
-    from hf_hotspa.switched.calls import Call, Window
 
 # -- the tape ----------------------------------------------------------------------------------------------------------
 
@@ -188,14 +185,14 @@ class TapedReplica(Attachment, Objective):
         here = {document for document, _, _ in sequences}
         # a document that continues in the next chunk is also in this one
         tape.at_hand = {d: tape.at_hand[d] if d in tape.at_hand else upstream_of(d) for d in here}
-        found = {document: upstream for document, upstream in tape.at_hand.items() if upstream is not None}
-        if not found:
+        given = {document: upstream for document, upstream in tape.at_hand.items() if upstream is not None}
+        if not given:
             return None
         width = self._loss.logit_widths[self._mesh.strategy.shard_index(self._mesh.coord.tp)]
-        of_pack = torch.zeros(micro_batch.num_tokens, width, dtype=next(iter(found.values())).dtype)
+        of_pack = torch.zeros(micro_batch.num_tokens, width, dtype=next(iter(given.values())).dtype)
         for document, positions, tokens in sequences:
-            if document in found:
-                of_pack[tokens] = found[document][positions]
+            if document in given:
+                of_pack[tokens] = given[document][positions]
         return of_pack.to(micro_batch.labels.device)
 
 
@@ -535,13 +532,10 @@ Trained = tuple[MiniBatchPlan, StepReport]
 
 
 @dataclass(eq=False)
-class Step:
-    """What each step of the optimizer begins anew."""
+class TrainedStep:
+    """The training passes of a step of the optimizer."""
 
     documents: Documents = field(default_factory=Documents)
-    calls: "list[Call]" = field(default_factory=list)
-    window: "Window | None" = None  # its announced batches, if any are still to come
-    waiting: "list[Call]" = field(default_factory=list)  # the calls of these
     has_gradients: bool = False  # whether a training pass has run
     gradient_version: int = -1  # of the gradients after it; later changes are the caller's
     passes: list[Trained] = field(default_factory=list)  # the plan and the report of each training pass
@@ -636,7 +630,7 @@ class Passes:
         finally:
             self.taping.tape = None
 
-    def train(self, step: Step, some: Sequence[int], mode: Mode, wanted: Wanted, upstream: Upstream) -> Results:
+    def train(self, step: TrainedStep, some: Sequence[int], mode: Mode, wanted: Wanted, upstream: Upstream) -> Results:
         """Trains some documents of a step with upstream gradients; adds to its gradients. Collective."""
         documents, sends = step.documents, list[dist.Work]()
         try:
