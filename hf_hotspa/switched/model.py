@@ -187,7 +187,9 @@ class Outputs:
                 if not self._runner.is_of_own:
                     total = -sum(map(call.results.sums.__getitem__, call.mine))
                     value = torch.tensor(total, dtype=torch.float64) / denominator
-                loss = self._leaf(call.add_factor, value.to(call.device, self._passes.wide))
+                loss = value.to(call.device, self._passes.wide)
+                if request.trains:
+                    (loss,) = Leaf.apply(ANCHOR, call.add_factor, loss)
             if request.aux:
                 loss, aux = self._with_aux(loss)
         if self._passes.auxiliary is not None:

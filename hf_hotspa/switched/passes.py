@@ -135,47 +135,37 @@ class TapedReplica(Attachment, Objective):
         return partial(self._objective, pack)
 
     def _objective(self, pack: _Pack, logits: Tensor, tokens: slice) -> Tensor:
-        tape, own, kept, terms = pack.tape, self._loss.own, pack.keep[tokens], list[Tensor]()
-        scores = self._scores(pack, logits, tokens)
+        tape, loss, kept, place = pack.tape, self._loss, pack.keep[tokens], pack.place[tokens]
+        labels, tensor, terms = pack.micro_batch.labels[0][tokens], loss.tensor, list[Tensor]()
+        first, group = (sum(loss.widths[: tensor.shard]), tensor.group) if tensor is not None else (0, None)
+        if tape.fields > 1 or (tape.upstream is not None and tape.upstream.shape[1] > 1):
+            scores = token_scores(logits, labels, first, group, loss.vocab_size, tape.temperature)
+        else:
+            z = logits if tape.temperature == 1.0 else widened(logits) / tape.temperature
+            scores = (vocab_parallel_log_probabilities(z, labels, first, group, vocab_size=loss.vocab_size),)
+        if tape.values is not None and self._mesh.coord.tp == 0:
+            written = torch.stack([*map(Tensor.detach, scores[: tape.fields])], 1)
+            tape.values[place[kept]] = written[kept].to(tape.values)
+        if tape.logits is not None:
+            _write_logits(tape.logits, pack.micro_batch, logits.detach(), tokens)
         log_probs = scores[0]
-        if tape.own is not None and pack.tokens is not None and isinstance(own, TokenLoss):
+        if tape.own is not None and pack.tokens is not None and isinstance(loss.own, TokenLoss):
             of_value, of_gradient = tape.own
-            of_tokens = own.of(log_probs, pack.tokens, tokens, of_value)
+            of_tokens = loss.own.of(log_probs, pack.tokens, tokens, of_value)
             return of_tokens * of_gradient + of_tokens.detach() * (1.0 - of_gradient)
         value = log_probs.detach().sum(dtype=torch.float64) * -pack.scale
         if tape.weights is not None:
             weighed = log_probs.exp() if tape.by_probability else log_probs  # dp = p dlog(p)
             terms.append(tape.weights[pack.documents[tokens]].to(log_probs) * kept * weighed)
         if tape.upstream is not None:
-            upstream = tape.upstream[pack.place[tokens]].to(log_probs) * kept[:, None]
-            terms += [column * score for column, score in zip(upstream.unbind(1), scores, strict=False)]
+            upstream = tape.upstream[place].to(log_probs) * kept[:, None]
+            terms += map(torch.mul, upstream.unbind(1), scores)
         if pack.of_logits is not None:
             terms.append(pack.of_logits[tokens].to(log_probs) * logits)
-        if not terms:
-            if tape.auxiliary_upstream is None and tape.logit_upstream is None:  # nothing is trained
-                return value
-            terms.append(logits[:, :1] * 0.0)
-        total = sum(map(partial(torch.sum, dtype=torch.float64), terms), value.new_zeros(()))
+        if not terms and tape.auxiliary_upstream is None and tape.logit_upstream is None:  # nothing is trained
+            return value
+        total = sum(map(partial(torch.sum, dtype=torch.float64), terms or [logits[:, :1] * 0.0]), value.new_zeros(()))
         return total - total.detach() + value
-
-    def _scores(self, pack: _Pack, logits: Tensor, tokens: slice) -> tuple[Tensor, ...]:
-        """Computes the scores of some tokens, and writes into the tape what it is to have."""
-        tape, loss, labels, group = pack.tape, self._loss, pack.micro_batch.labels[0][tokens], (0, None)
-        if loss.tensor is not None:
-            group = sum(loss.widths[: loss.tensor.shard]), loss.tensor.group
-        if tape.fields > 1 or (tape.upstream is not None and tape.upstream.shape[1] > 1):
-            scores = token_scores(logits, labels, *group, loss.vocab_size, tape.temperature)
-        else:
-            z = logits
-            if tape.temperature != 1.0:
-                z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / tape.temperature
-            scores = (vocab_parallel_log_probabilities(z, labels, *group, vocab_size=loss.vocab_size),)
-        if tape.values is not None and self._mesh.coord.tp == 0:
-            kept, written = pack.keep[tokens], torch.stack([*map(Tensor.detach, scores[: tape.fields])], 1)
-            tape.values[pack.place[tokens][kept]] = written[kept].to(tape.values)
-        if tape.logits is not None:
-            _write_logits(tape.logits, pack.micro_batch, logits.detach(), tokens)
-        return scores
 
     def _logit_upstream(
         self, tape: Tape, upstream_of: Callable[[int], Tensor | None], micro_batch: MicroBatch
@@ -194,6 +184,11 @@ class TapedReplica(Attachment, Objective):
             if document in given:
                 of_pack[tokens] = given[document][positions]
         return of_pack.to(micro_batch.labels.device)
+
+
+def widened(values: Tensor) -> Tensor:
+    """In fp32 or wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def rows_of(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
