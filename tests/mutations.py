@@ -409,8 +409,8 @@ MUTATIONS = [
     Mutation(
         "gradients of a loss that was called with another factor are taken as they are",
         "hf_hotspa/switched/model.py",
-        "if scale is not None and scale != 1.0:",
-        "if scale is not None and scale > 1e9:",
+        "elif scale.factor != 1.0:",
+        "elif scale.factor > 1e9:",
         "tests/gloo/test_stock_equal.py",
     ),
     Mutation(
@@ -503,7 +503,7 @@ MUTATIONS = [
     Mutation(
         "weights of earlier steps can be looked at",
         "hf_hotspa/switched/model_object.py",
-        "            parameter.__class__ = _guarded(kind)\n",
+        "            parameter.__class__ = _guarded(type(parameter))  # type: ignore[arg-type]\n",
         "",
         UNIT + "test_stale_weights.py",
     ),
