@@ -84,8 +84,10 @@ def random_rows(
     return rows
 
 
-def reference_step(model: PreTrainedModel, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the plain model: `sum(CE) / N` over all rows, each row alone."""
+def reference_step(
+    model: PreTrainedModel, rows: Sequence[dict[str, Any]], smoothing: float = 0.0
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the plain model: `sum(CE) / N` over all rows, each row alone; labels may be smoothed."""
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
     model.zero_grad(set_to_none=True)
     total = 0.0
@@ -93,7 +95,8 @@ def reference_step(model: PreTrainedModel, rows: Sequence[dict[str, Any]]) -> tu
         for row in rows:
             ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
             logits = model(input_ids=ids, use_cache=False).logits[0]
-            loss = functional.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=-100) / num_labels
+            options = {"reduction": "sum", "ignore_index": -100, "label_smoothing": smoothing}
+            loss = functional.cross_entropy(logits[:-1], labels[1:], **options) / num_labels
             loss.backward()
             total += loss.item()
     gradients = {

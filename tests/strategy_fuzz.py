@@ -34,6 +34,8 @@ REASONS = (
 """Why a mix may be refused: a model, or a method, that a strategy does not fit."""
 _COMMON = ("llama", "qwen3", "gemma2", "phi3", "olmo2", "mistral", "mixtral", "qwen3_moe", "gpt_oss", "cohere2")
 _MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe")
+_UNWINDOWED = ("llama", "qwen3", "olmo2", "qwen3_moe")
+"""Some that a ring takes."""
 _ADAPTERS: tuple[dict[str, Any], ...] = (
     {"r": 3},
     {"r": 2, "bias": "all", "use_rslora": True},
@@ -153,7 +155,7 @@ def draw(seed: int) -> Mix:
         rng.randint(1, edges[-1]) if rng.random() < 0.5 else rng.randint(1, max(2, edges[0]))
         for _ in range(rng.randint(2, 14))
     ]
-    return Mix(
+    mix = Mix(
         world_size=world_size,
         family=family,
         buckets=",".join(f"{n}:{edge}@{edge + rng.randint(0, edge)}" for n, edge in zip(names, edges, strict=True)),
@@ -167,6 +169,11 @@ def draw(seed: int) -> Mix:
         options=_drawn_options(rng, names),
         seed=seed,
     )
+    if seed % 2 == 0 and family in _UNWINDOWED and any("cp" in name for name in names):
+        mix.options.setdefault("context_parallel", "ring")
+    if seed % 5 == 4:
+        mix.options["label_smoothing"] = 0.1
+    return mix
 
 
 def _rows(mix: Mix, vocab_size: int) -> list[dict[str, Any]]:
@@ -206,7 +213,7 @@ class _Plain:
 
     def step(self, rows: list[dict[str, Any]]) -> float:
         """The loss of a mini-batch; `gradients` are those of what is trained."""
-        loss, found = reference_step(self.model, rows)
+        loss, found = reference_step(self.model, rows, self.mix.options.get("label_smoothing", 0.0))
         trained = {n for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         before = self.gradients if self.mix.adds else {}
         self.gradients = {n: found[n] + before.get(n, 0.0) for n in trained}
