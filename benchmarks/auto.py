@@ -129,7 +129,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
                 self.cost = report.race.cost
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = not trainer._hotspa_watchers.plan._race.is_on
+            control.should_training_stop = not trainer._hotspa.watchers.plan._race.is_on
 
     def arguments(limit: int | None) -> Any:
         return HotSPaTrainingArguments(
@@ -154,7 +154,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
     trainer.train()
     found = compare(trainer, options.repeats, os.cpu_count() or 1, options.published)
     trainer.close_engine()
-    auto = trainer._hotspa_watchers.plan
+    auto = trainer._hotspa.watchers.plan
     raced = [" + ".join(str(bucket.strategy) for bucket in pool) for pool in (auto.plan.pool, *auto.plan.raced)]
     kept = raced[auto._race.plan]
     cost = getattr(noted, "cost", 0.0)
@@ -220,7 +220,7 @@ def compare(trainer: Any, repeats: int, cores: int, also_plain: bool) -> dict[st
     alone, longest = Strategy(world_size), max(bucket.longest for bucket in hot.buckets)
     packs = kinds[world_size, 1, 1, 1].pack_tokens if (world_size, 1, 1, 1) in kinds else longest
     known = [*sides, gain.Side("alone", (replace(hot.buckets[-1], strategy=alone, low=0),))]
-    trainer._hotspa_model.refresh()
+    trainer._hotspa.model.refresh()
     with as_built(trainer.model):
         engine = gain._engine(trainer, known)
     batches = gain._first_mini_batches(trainer, engine, hot, repeats)

@@ -36,7 +36,7 @@ def measure_trainer(
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             for name in ("forward_backward", "clip_grad_norm_"):
                 setattr(trainer.engine, name, self.counted(getattr(trainer.engine, name), "inside"))
-            order = trainer._hotspa_rows.order
+            order = trainer._hotspa.rows.order
             order.words = self.counted(order.words, "compared")
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -35,7 +35,9 @@ class PhaseProgressCallback(TrainerCallback):
         self._began = 0.0
         self._last_s = float("inf")  # the first step warms up, and is long
 
-    def on_phase_begin(self, args: Any, state: TrainerState, control: Any, phase: PhaseEvent, **kwargs: Any) -> None:
+    def on_phase_begin(
+        self, args: object, state: TrainerState, control: object, phase: PhaseEvent, **kwargs: object
+    ) -> None:
         """Shows the phase."""
         if not state.is_world_process_zero or (not is_watched() if self.disable is None else self.disable):
             return
@@ -52,13 +54,15 @@ class PhaseProgressCallback(TrainerCallback):
             counts = f"{phase.num_packs} packs, {phase.num_tokens} tokens"
             self._line.show(phase.index, f"step {phase.step}: {phase.strategy}, {counts}")
 
-    def on_phase_end(self, args: Any, state: TrainerState, control: Any, phase: PhaseEvent, **kwargs: Any) -> None:
+    def on_phase_end(
+        self, args: object, state: TrainerState, control: object, phase: PhaseEvent, **kwargs: object
+    ) -> None:
         """Counts the phase."""
         if phase.index + 1 == phase.num_phases:
             self._last_s = time.perf_counter() - self._began
             self._close()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Removes the line."""
         self._close()
         self._notebook_line = None
@@ -138,11 +142,13 @@ class SettingsCallback(TrainerCallback):
     def __init__(self) -> None:
         self._facts: RunFacts | None = None
 
-    def on_run_begin(self, args: Any, state: TrainerState, control: Any, *, run: RunFacts, **kwargs: Any) -> None:
+    def on_run_begin(
+        self, args: object, state: TrainerState, control: object, *, run: RunFacts, **kwargs: object
+    ) -> None:
         """Called when the engine has started."""
         self._facts = run
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Called when the number of steps is known."""
         if self._facts is not None and state.is_world_process_zero:
             tqdm.write(printable(settings_text(self._facts, args, state.max_steps)))

@@ -71,27 +71,32 @@ def trace_events(steps: Sequence[TracedStep]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
-    report = traced.report
+def _phases_of(traced: TracedStep, rank: int) -> tuple[float, float, list[dict[str, float]]]:
+    """When a rank began a step and agreed on it, and the measures of its phases."""
+    report, phases = traced.report, list[dict[str, float]]()
     if report.ranks is not None:
         agree_s = report.ranks.agree_s
         # the main process began at start_s and agreed agree_s[0] later, at the same moment as all ranks
         agreed = traced.start_s + agree_s[0]
-        begin = agreed - agree_s[rank]
         phases = [dict(zip(MEASURES, row, strict=True)) for row in report.ranks.phases[rank]]
-    else:
-        begin = agreed = traced.start_s
-        phases, start = [], 0.0
-        for p in report.phases:
-            known = {name: getattr(p, name) for name in _SPANS}
-            busy = {"load_busy_s": p.load_s + p.hidden_load_s, "return_busy_s": p.return_s + p.hidden_return_s}
-            phases.append({**dict.fromkeys(MEASURES, 0.0), **known, **busy, "start_s": start})
-            start += sum(known.values())
+        return agreed - agree_s[rank], agreed, phases
+    start = 0.0
+    for p in report.phases:
+        known = {name: getattr(p, name) for name in _SPANS}
+        busy = {"load_busy_s": p.load_s + p.hidden_load_s, "return_busy_s": p.return_s + p.hidden_return_s}
+        phases.append({**dict.fromkeys(MEASURES, 0.0), **known, **busy, "start_s": start})
+        start += sum(known.values())
+    return traced.start_s, traced.start_s, phases
+
+
+def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
+    report = traced.report
+    begin, agreed, phases = _phases_of(traced, rank)
     end = traced.start_s + report.total_s
     step = traced.step
     events: list[dict[str, Any]] = []
 
-    def span(track: int, name: str, start_s: float, seconds: float, **args: Any) -> None:
+    def span(track: int, name: str, start_s: float, seconds: float, **args: object) -> None:
         numbers = {"ph": "X", "pid": rank, "tid": track, "ts": start_s * 1e6, "dur": max(seconds, 0.0) * 1e6}
         events.append({**numbers, "name": name, "cat": _TRACKS[track], "args": args})
 
@@ -166,6 +171,21 @@ class _Totals:
     def of_phases(self, name: str) -> Any:
         return sum(sums[name] for sums in self.by_strategy.values())
 
+    def ratios(self) -> dict[str, float]:
+        """The metrics that are relative to something that may be missing."""
+        sums, of_phases, known = self.of_steps, self.of_phases, dict[str, float]()
+        for measure in COUNTED:
+            if measure.over and (mean := of_phases(f"mean {measure.over}")):
+                known[measure.metric] = of_phases(measure.name) / mean
+        if measured_s := of_phases("measured_s"):
+            known["predicted_s"] = of_phases("predicted_s") / self.steps
+            known["prediction_error"] = of_phases("off_s") / measured_s
+        if sums["against_single_s"]:
+            known["predicted_gain"] = sums["single_s"] / sums["against_single_s"]
+        if self.slowest is not None:
+            known |= {"slowest_pace": self.slowest[1], "slow_devices": float(len(self.slow))}
+        return known
+
     def add(self, report: StepReport) -> None:
         self.steps += 1
         for name in _OF_STEP:
@@ -229,7 +249,7 @@ class SwitchOverheadCallback(TrainerCallback):
         self._last: StepReport | None = None
         self._flops: ModelFlops | None = None
 
-    def on_run_begin(self, args: Any, state: TrainerState, control: Any, run: RunFacts, **kwargs: Any) -> None:
+    def on_run_begin(self, args: object, state: TrainerState, control: object, run: RunFacts, **kwargs: object) -> None:
         """Prints the buckets."""
         self._flops = run.flops
         if self.print_table and state.is_world_process_zero:
@@ -237,7 +257,9 @@ class SwitchOverheadCallback(TrainerCallback):
             rows += [[f"{b['low'] + 1} - {b['longest']}", b["strategy"], str(b["pack_tokens"])] for b in run.buckets]
             tqdm.write(text_table(f"buckets on {run.world_size} ranks", rows, left=2))
 
-    def on_step_report(self, args: Any, state: TrainerState, control: Any, report: StepReport, **kwargs: Any) -> None:
+    def on_step_report(
+        self, args: object, state: TrainerState, control: object, report: StepReport, **kwargs: object
+    ) -> None:
         """Takes the report of a mini-batch; called by `HotSPaTrainer`."""
         self._new.append(report)
         self._last = report
@@ -283,22 +305,12 @@ class SwitchOverheadCallback(TrainerCallback):
         metrics["tokens_per_s"] = sums["num_tokens"] / sums["total_s"]
         if self._flops is not None:
             metrics["mfu"] = self._flops.utilization(sums["num_tokens"], of_phases("squared_tokens"), sums["total_s"])
-        for measure in COUNTED:
-            if measure.over and (mean := of_phases(f"mean {measure.over}")):
-                metrics[measure.metric] = of_phases(measure.name) / mean
-        if measured_s := of_phases("measured_s"):
-            metrics["predicted_s"] = of_phases("predicted_s") / totals.steps
-            metrics["prediction_error"] = of_phases("off_s") / measured_s
-        if sums["against_single_s"]:
-            metrics["predicted_gain"] = sums["single_s"] / sums["against_single_s"]
-        if totals.slowest is not None:
-            metrics["slowest_pace"] = totals.slowest[1]
-            metrics["slow_devices"] = float(len(totals.slow))
+        metrics |= totals.ratios()
         changed = {name: float(sums[f"num_{name}"]) for name in ("truncated", "split", "dropped", "empty")}
         metrics |= {name: count for name, count in changed.items() if count}
         return {f"hotspa/{name}": round(value, 6) for name, value in metrics.items()}
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, logs: object = None, **kwargs: object) -> None:
         """Prints the phases of the last step."""
         if self.print_table and state.is_world_process_zero and self._last is not None:
             last, self._last = self._last, None
@@ -307,7 +319,7 @@ class SwitchOverheadCallback(TrainerCallback):
             of_step.add(last)
             tqdm.write(_table(title, of_step.by_strategy, last.total_s))
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Prints the sums of the run."""
         self._add_new()
         totals = self._whole_run
@@ -364,7 +376,7 @@ class TraceCallback(TrainerCallback):
         self._lr: float | None = None
         self._seconds: Callable[[], dict[str, float]] | None = None
 
-    def _try(self, what: Callable[..., Any], *args: Any, **values: Any) -> None:
+    def _try(self, what: Callable[..., Any], *args: object, **values: object) -> None:
         """Writes something; a failure ends the record, but not the training."""
         try:
             what(*args, **values)
@@ -377,8 +389,8 @@ class TraceCallback(TrainerCallback):
     # -- the events of a run ----------------------------------------------------------------------------------------
 
     def on_run_begin(
-        self, args: Any, state: TrainerState, control: Any, run: RunFacts,
-        callback_seconds: Callable[[], dict[str, float]] | None = None, **kwargs: Any,
+        self, args: object, state: TrainerState, control: object, run: RunFacts,
+        callback_seconds: Callable[[], dict[str, float]] | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
         """Takes the facts of the run."""
         self._facts, self._seconds = run, callback_seconds
@@ -400,23 +412,25 @@ class TraceCallback(TrainerCallback):
 
         self._try(begin)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Starts the clock of the step."""
         self._began, self._report = time.perf_counter(), None
 
-    def on_step_report(self, args: Any, state: TrainerState, control: Any, report: StepReport, **kwargs: Any) -> None:
+    def on_step_report(
+        self, args: object, state: TrainerState, control: object, report: StepReport, **kwargs: object
+    ) -> None:
         """Takes the report of a mini-batch."""
         if self._writer is not None:
             self._report, self._report_at = report, time.perf_counter()
 
     def on_pre_optimizer_step(
-        self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any
+        self, args: object, state: TrainerState, control: object, optimizer: object = None, **kwargs: object
     ) -> None:
         """Takes the learning rate, before the scheduler sets the next step's."""
         groups = getattr(optimizer, "param_groups", None)
         self._lr = float(groups[0]["lr"]) if groups else None
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Writes the line of the step."""
         report, writer = self._report, self._writer
         if report is None or writer is None:
@@ -438,18 +452,20 @@ class TraceCallback(TrainerCallback):
             save_trace(self.folder / TRACE_NAME, [TracedStep(t.step, t.start_s - zero, t.report) for t in traced])
         self._traced = []
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: object, state: TrainerState, control: object, metrics: object = None, **kwargs: object
+    ) -> None:
         """Writes an evaluation."""
         writer = self._writer
         if writer is not None and metrics:
             self._try(writer.evaluation, state.global_step, metrics)
 
-    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Writes that a checkpoint was saved."""
         if self._writer is not None:
             self._try(self._writer.write, "save", step=state.global_step)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Writes the last line, and the trace if the run was shorter than it."""
         writer = self._writer
         if writer is None:
@@ -460,7 +476,9 @@ class TraceCallback(TrainerCallback):
         self._try(writer.write, "end", step=state.global_step, callback_s=seconds)
         self._close()
 
-    def on_gain_measured(self, args: Any, state: TrainerState, control: Any, gain: MeasuredGain, **kwargs: Any) -> None:
+    def on_gain_measured(
+        self, args: object, state: TrainerState, control: object, gain: MeasuredGain, **kwargs: object
+    ) -> None:
         """Adds the measurement after training to the record."""
         if self.folder is None or self._writer is not None:
             return
@@ -517,7 +535,7 @@ class RunLogWriter:
         self._memory: list[int] = []
         self._bytes = self.path.stat().st_size
 
-    def write(self, kind: str, report: StepReport | None = None, **values: Any) -> None:
+    def write(self, kind: str, report: StepReport | None = None, **values: object) -> None:
         values = {"kind": kind, **values, "time": time.time()}
         if report is not None:
             values["report"] = report.to_dict()
@@ -596,20 +614,22 @@ class ReportCallback(TraceCallback):
         """Where the page is, or will be at the end of training; None without a record."""
         return None if self.folder is None else self.folder / PAGE_NAME
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Ends the record and writes the page."""
         had_record = self._writer is not None
         super().on_train_end(args, state, control, **kwargs)
         if had_record and (run := self._make_page(self.gain_follows)) is not None:
             tqdm.write(printable(f"{verdict(run, self.gain_follows)[0]}. The run in one page: {self.page}"))
 
-    def on_gain_measured(self, args: Any, state: TrainerState, control: Any, gain: MeasuredGain, **kwargs: Any) -> None:
+    def on_gain_measured(
+        self, args: object, state: TrainerState, control: object, gain: MeasuredGain, **kwargs: object
+    ) -> None:
         """Writes the page again, with the measurement after training."""
         super().on_gain_measured(args, state, control, gain, **kwargs)
         if self._make_page() is not None:
             tqdm.write(printable(f"The run in one page: {self.page}"))
 
-    def on_train_interrupted(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_interrupted(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Writes the page of a run that Ctrl-C has ended; its record has no last line."""
         had_record = self._writer is not None
         self._close()

@@ -39,9 +39,9 @@ from hf_hotspa.switched.model import FrozenModel, SwitchedModel
 from hf_hotspa.switched.model_object import guard, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.events import CallbackEvents
-from hf_hotspa.trainer.replaced import unless_stock
+from hf_hotspa.trainer.protocol import HasRun
 from hf_hotspa.trainer.resuming import Resumption
-from hf_hotspa.trainer.start import or_stock
+from hf_hotspa.trainer.run import Run
 from hf_hotspa.trainer.trainer import SwitchedMixin, switched
 from hf_hotspa.typed import reading_state
 
@@ -89,16 +89,103 @@ class _ByName(_Base):
         super().__init__(model=model, args=args, **kwargs)
 
 
+class RunOverTRL(Run):
+    """The `Run` of one of TRL's trainers, with a reference model on the same replicas."""
+
+    prepares = False  # TRL loads a name or folder, with `model_init_kwargs`
+    sync: _Syncs | None = None
+    given_reference: Any = None
+    digest = ""  # of the reference before callbacks
+    # the trained model, and its reference
+    pair: tuple[SwitchedModel | None, FrozenModel | SwitchedModel | None] = None, None
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        _check_supported(of_trl(type(self.trainer))[0], given.get("model"), self.trainer.args, given)
+
+    def add_callbacks(self) -> None:
+        if not isinstance(self.trainer.callback_handler, CallbackEvents):  # else precomputing in the constructor has
+            super().add_callbacks()
+
+    @property
+    def reference(self) -> Any:
+        return self.given_reference
+
+    def frozen(self) -> Any:
+        """The reference model: the given one, or, where calls of `trainer.model` are switched, a second set of weights
+        on the replicas of the trained model. Collective the first time."""
+        given, trained = self.given_reference, self.model
+        if given is None or trained is None or not trained.is_routed:
+            return given
+        of, frozen = self.pair
+        if of is not trained:
+            frozen = self._frozen(given, trained)
+            self.pair = trained, frozen
+        return frozen
+
+    def _frozen(self, reference: Any, trained: SwitchedModel) -> FrozenModel | SwitchedModel:
+        reference = self.trainer.accelerator.unwrap_model(reference, keep_fp32_wrapper=False).to("cpu")
+        try:
+            return trained.frozen(reference)
+        except ModelError:  # such as another size
+            options, buckets = trained.engine.options, trained.engine.buckets
+            other = SwitchedModel(reference, buckets, options, device=self.trainer.args.device, guards=True)
+            other.trains = False
+            return other.eval()
+
+    def close(self, restarts: bool = False) -> None:
+        if self.pair[1] is not None:
+            self.pair[1].close()
+        self.pair = None, None
+        super().close(restarts)
+
+    def show(self, occasion: str) -> None:
+        super().show(occasion)
+        if occasion in self.trainer.callback_handler.looked_at and self.given_reference is not None:
+            self.digest = weights_digest(self.given_reference)
+
+    def take(self, event: str) -> None:
+        """Applies changes of the reference, too, such as by a `SyncRefModelCallback` of the user's."""
+        super().take(event)
+        given, (_, frozen) = self.given_reference, self.pair
+        if given is None or frozen is None:
+            return
+        if self.trainer.switched.engine.any_rank(weights_digest(given) != self.digest):
+            frozen.load_state_dict(given.state_dict())
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Collective."""
+        trainer, reference, frozen = self.trainer, self.given_reference, self.frozen()
+        trainer.switched.refresh()
+        alpha = vars(trainer.args)["ref_model_mixup_alpha"]
+        import_module("trl.trainer.callbacks").SyncRefModelCallback.sync_target_model(trainer.model, reference, alpha)
+        frozen.load_state_dict(reference.state_dict())
+
+    def start(self, loader: Any = None) -> SwitchedModel:
+        if self.model is None:
+            trainer = self.trainer
+            bare = bare_model(trainer.model)[0]
+            # TRL sets the coefficient in the config, and never reads the model's
+            if hasattr(bare, "router_aux_loss_coef"):
+                bare.router_aux_loss_coef = bare.config.get_text_config().router_aux_loss_coef
+            if trainer.args.hotspa_auto and trainer.train_dataset is not None:
+                loader = self.loader(loader)
+            made = super().start(loader)
+            made.assumptions.expects = expected_gradients(trainer)
+            return made
+        return super().start(loader)
+
+    def loader(self, loader: Any) -> Any:
+        """The loader whose lengths strategies are chosen for."""
+        return self.trainer.get_train_dataloader() if loader is None else loader
+
+
 class OverTRL(SwitchedMixin, _ByName):
     """In front of one of TRL's trainers: `SwitchedMixin` with a reference model on the same replicas. Raises
     `UnsupportedError`: the trainer or an option is not supported."""
 
-    _hotspa_prepares = False  # TRL loads a name or folder, with `model_init_kwargs`
-    _hotspa_sync: _Syncs | None = None
-    _hotspa_reference: Any = None
-    _hotspa_digest = ""  # of the reference before callbacks
-    # the trained model, and its reference
-    _hotspa_frozen: tuple[SwitchedModel | None, FrozenModel | SwitchedModel | None] = None, None
+    _hotspa: RunOverTRL
+    _hotspa_kind = RunOverTRL
 
     def __init__(self, *given: Any, **kwargs: Any) -> None:
         kind, base = of_trl(type(self))
@@ -114,118 +201,108 @@ class OverTRL(SwitchedMixin, _ByName):
             kwargs["ref_model"] = deepcopy(model)  # TRL's reference, a second adapter in the model: replicas have one
         args.scoring = _scoring(kind, model, args, kwargs)
         super().__init__(model, args, **kwargs)
-        if self._hotspa_refusal is None and vars(self.args).get("sync_ref_model"):
+        if not self._hotspa.backing.is_stock and vars(self.args).get("sync_ref_model"):
             handler = self.callback_handler
             handler.pop_callback(import_module("trl.trainer.callbacks").SyncRefModelCallback)
-            self._hotspa_sync = _Syncs()
-            handler.add_callback(self._hotspa_sync)
-
-    def _hotspa_check(self, given: Mapping[str, Any]) -> None:
-        _check_supported(of_trl(type(self))[0], given.get("model"), self.args, given)
-
-    def _hotspa_add_callbacks(self) -> None:
-        handler: Any = self.callback_handler
-        if not isinstance(handler, CallbackEvents):  # precomputing in the constructor has added them
-            super()._hotspa_add_callbacks()
-
-    # -- the reference model ------------------------------------------------------------------------------------------
+            self._hotspa.sync = _Syncs()
+            handler.add_callback(self._hotspa.sync)
 
     @property
     def ref_model(self) -> Any:
-        """TRL's reference model: the given one, or, where calls of `self.model` are switched, a second set of weights on
-        the replicas of the trained model. Collective the first time."""
-        given, trained = self._hotspa_reference, self._hotspa_model
-        if given is None or trained is None or not trained.is_routed:
-            return given
-        of, frozen = self._hotspa_frozen
-        if of is not trained:
-            frozen = self._hotspa_freeze(given, trained)
-            self._hotspa_frozen = trained, frozen
-        return frozen
+        """TRL's reference model: the given one, or where calls of `self.model` are switched `RunOverTRL.frozen`."""
+        return self._hotspa.frozen()
 
     @ref_model.setter
     def ref_model(self, model: Any) -> None:
-        self._hotspa_reference, self._hotspa_frozen = model, (None, None)
-
-    def _hotspa_freeze(self, reference: Any, trained: SwitchedModel) -> FrozenModel | SwitchedModel:
-        reference = self.accelerator.unwrap_model(reference, keep_fp32_wrapper=False).to("cpu")
-        try:
-            return trained.frozen(reference)
-        except ModelError:  # such as another size
-            options, buckets = trained.engine.options, trained.engine.buckets
-            other = SwitchedModel(reference, buckets, options, device=self.args.device, guards=True)
-            other.trains = False
-            return other.eval()
-
-    def _hotspa_close(self, restarts: bool = False) -> None:
-        if self._hotspa_frozen[1] is not None:
-            self._hotspa_frozen[1].close()
-        self._hotspa_frozen = None, None
-        super()._hotspa_close(restarts)
+        self._hotspa.given_reference, self._hotspa.pair = model, (None, None)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL, in its constructor, but over the switched model."""
-        again = lambda: super(OverTRL, self)._precompute_ref_logps(*args, **kwargs)  # noqa: E731
-        if self._hotspa_refusal is not None:
-            return again()
+        run, computed = self._hotspa, partial(super()._precompute_ref_logps, *args, **kwargs)
 
-        def run() -> Any:
-            self._hotspa_add_callbacks()
-            with self._hotspa_start().train(self.model.training).routed():
-                return again()
+        def switched() -> Any:
+            run.add_callbacks()
+            with run.start().train(self.model.training).routed():
+                return computed()
 
-        return or_stock(self, run, again)
-
-    def _hotspa_show(self, occasion: str) -> None:
-        super()._hotspa_show(occasion)
-        if occasion in self.callback_handler.looked_at and self._hotspa_reference is not None:
-            self._hotspa_digest = weights_digest(self._hotspa_reference)
-
-    def _hotspa_take(self, event: str) -> None:
-        """Applies changes of the reference, too, such as by a `SyncRefModelCallback` of the user's."""
-        super()._hotspa_take(event)
-        given, (_, frozen) = self._hotspa_reference, self._hotspa_frozen
-        if given is None or frozen is None:
-            return
-        if self.switched.engine.any_rank(weights_digest(given) != self._hotspa_digest):
-            frozen.load_state_dict(given.state_dict())
+        return run.backing.run(switched, computed)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        sync = self._hotspa_sync
+        sync = self._hotspa.sync
         if sync is not None and sync.is_due:
-            self._hotspa_synchronize()
+            self._hotspa.synchronize()
             sync.is_due = False
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    @torch.no_grad()
-    def _hotspa_synchronize(self) -> None:
-        """Collective."""
-        reference, frozen = self._hotspa_reference, self.ref_model
-        self.switched.refresh()
-        alpha = vars(self.args)["ref_model_mixup_alpha"]
-        import_module("trl.trainer.callbacks").SyncRefModelCallback.sync_target_model(self.model, reference, alpha)
-        frozen.load_state_dict(reference.state_dict())
 
-    # -- data ---------------------------------------------------------------------------------------------------------
+class RunOnline(RunOverTRL):
+    """The `Run` of a trainer that generates its training data."""
 
-    def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
-        if self._hotspa_model is None:
-            bare = bare_model(self.model)[0]
-            # TRL sets the coefficient in the config, and never reads the model's
-            if hasattr(bare, "router_aux_loss_coef"):
-                bare.router_aux_loss_coef = bare.config.get_text_config().router_aux_loss_coef
-            if self.args.hotspa_auto and self.train_dataset is not None:
-                loader = self._hotspa_loader(loader)
-            made = super()._hotspa_start(loader)
-            made.assumptions.expects = expected_gradients(self)
-            return made
-        return super()._hotspa_start(loader)
+    seeds: Tensor | None = None  # the known gradients of the batch whose loss is computed
 
-    def _hotspa_loader(self, loader: Any) -> Any:
-        return self.get_train_dataloader() if loader is None else loader
+    @property
+    def saves_at_once(self) -> bool:
+        """TRL writes its entropy controller into the folder after the save."""
+        return super().saves_at_once or getattr(self.trainer, "use_adaptive_entropy", False)
 
+    def start(self, loader: Any = None) -> SwitchedModel:
+        """Keeps the random generators unchanged, as TRL shuffles and samples with them."""
+        if self.model is not None:
+            return super().start(loader)
+        state = random_state()
+        try:
+            return super().start(loader)
+        finally:
+            set_random_state(state, "the start of the engine")
 
-unless_stock(OverTRL)
+    def loader(self, loader: Any) -> Any:
+        return ExpectedLengths(self.trainer, super().loader(loader))
+
+    @property
+    def is_inside_batch(self) -> bool:
+        """Whether rows of a generation batch are left to train."""
+        trainer: Any = self.trainer
+        return bool(trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations))
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """With the generation batch, unless it is used up."""
+        trainer: Any = self.trainer
+        batch = trainer._buffered_inputs if self.is_inside_batch else ()
+        return super().rank_tensors() | {
+            f"{_OF_BATCH}{index}.{name}": value
+            for index, part in enumerate(batch)
+            for name, value in part.items()
+            if isinstance(value, Tensor)
+        }
+
+    def load(self, resumption: Resumption) -> None:
+        """Resumes also inside a generation batch, on the same number of ranks (else `ResumeError`)."""
+        super().load(resumption)
+        trainer: Any = self.trainer
+        place = resumption.state.get("hotspa", {}).get("generation")
+        if place is None:  # another trainer's checkpoint: TRL generates anew
+            return
+        with reading_state("a generation batch", "completions are generated anew"):
+            trainer._step, ranks = int(place["step"]), int(place["ranks"])
+            if "entropy_coef" in place:
+                trainer.entropy_coef, trainer._last_world_entropy = place["entropy_coef"], place["entropy"]
+        if not self.is_inside_batch:
+            return
+        world_size = trainer.args.world_size
+        if ranks != world_size:
+            raise ResumeError(
+                f"the checkpoint was written by {ranks} ranks, and this run has {world_size}",
+                where=str(resumption.path),
+                why="it was written inside a generation batch, and each rank has its own part of the batch",
+                fix=f"resume on {ranks} ranks, or from a checkpoint at the end of a generation batch",
+            )
+        name = rank_columns(trainer.args.process_index, ranks)
+        saved = saved_tensors(resumption.path, resumption.manifest, name)
+        trainer._buffered_inputs = [dict[str, Any]() for _ in range(trainer.args.steps_per_generation)]
+        for key, value in saved.items():
+            if key.startswith(_OF_BATCH):
+                index, column = key.removeprefix(_OF_BATCH).split(".", 1)
+                trainer._buffered_inputs[int(index)][column] = value.to(trainer.args.device)
 
 
 class OverOnline(OverTRL):
@@ -236,60 +313,24 @@ class OverOnline(OverTRL):
     Resumes inside a generation batch. Generation, rewards, advantages, losses and metrics are TRL's.
     """
 
-    _hotspa_seeds: Tensor | None = None
+    _hotspa: RunOnline
+    _hotspa_kind = RunOnline
 
     def __init__(self, *given: Any, **kwargs: Any) -> None:
         super().__init__(*given, **kwargs)
-        if self._hotspa_refusal is None and self.use_vllm:
+        if not self._hotspa.backing.is_stock and self.use_vllm:
             self.vllm_generation._iter_named_params = lambda: streamed(self)
-
-    @property
-    def _hotspa_saves_at_once(self) -> bool:
-        """TRL writes its entropy controller into the folder after the save."""
-        return super()._hotspa_saves_at_once or getattr(self, "use_adaptive_entropy", False)
-
-    def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
-        """Keeps the random generators unchanged, as TRL shuffles and samples with them."""
-        if self._hotspa_model is not None:
-            return super()._hotspa_start(loader)
-        state = random_state()
-        try:
-            return super()._hotspa_start(loader)
-        finally:
-            set_random_state(state, "the start of the engine")
-
-    def _hotspa_loader(self, loader: Any) -> Any:
-        return ExpectedLengths(self, super()._hotspa_loader(loader))
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: Any) -> Any:
         """As TRL, with the current weights in the model object, which holds them before training; TRL streams them for
         vLLM. Collective."""
-        if self._hotspa_refusal is not None or self._hotspa_model is None:
+        if self._hotspa.backing.is_stock or self._hotspa.model is None:
             return super()._generate(prompts)
         looks = not self.use_vllm or getattr(self, "rollout_func", None) is not None
-        with self._hotspa_weights(looks):
+        with _weights(self, looks):
             return super()._generate(prompts)
-
-    @contextmanager
-    def _hotspa_weights(self, whole: bool) -> Iterator[None]:
-        """Inside, calls run on the model object itself, as ranks generate different numbers of tokens."""
-        switched = self.switched
-        # vLLM gets the base weights with the adapter merged in
-        are_read = whole or switched.engine.description.adapters is not None
-        if are_read:
-            switched.refresh()
-        # the step may have begun and scored with these weights
-        was_guarded = any(hasattr(type(p), "_true_class") for p in self.model.parameters())
-        if are_read:
-            release(self.model)
-        try:
-            with switched.routed(False):
-                yield
-        finally:
-            if was_guarded:
-                guard(self.model)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -302,28 +343,24 @@ class OverOnline(OverTRL):
     ) -> Any:
         """As TRL, but scores (old log-probabilities, a reference) in one pass: rows are packed, and each strategy's
         weights are loaded once."""
-        if self._hotspa_refusal is None and not torch.is_grad_enabled():
+        run = self._hotspa
+        if not run.backing.is_stock and not torch.is_grad_enabled():
             batch_size = None
-        if self._hotspa_seeds is not None and batch_size is None:
-            model = partial(model, expected_seeds=self._hotspa_seeds)
+        if run.seeds is not None and batch_size is None:
+            model = partial(model, expected_seeds=run.seeds)
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
         )
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         """As TRL; passes on gradients that are known, so that the rows are trained at once."""
-        if self._hotspa_refusal is None and torch.is_grad_enabled() and self.switched.engine.updates is None:
-            self._hotspa_seeds = first_seeds(self, inputs)
+        run = self._hotspa
+        if not run.backing.is_stock and torch.is_grad_enabled() and self.switched.engine.updates is None:
+            run.seeds = first_seeds(self, inputs)
         try:
             return super()._compute_loss(model, inputs)
         finally:
-            self._hotspa_seeds = None
-
-    # -- resuming -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _hotspa_is_inside_batch(self) -> bool:
-        return bool(self._step % (self.args.steps_per_generation * self.num_iterations))
+            run.seeds = None
 
     def hotspa_state(self) -> dict[str, Any]:
         """Adds the place in a generation batch."""
@@ -332,46 +369,25 @@ class OverOnline(OverTRL):
             place |= {"entropy_coef": self.entropy_coef, "entropy": self._last_world_entropy}
         return super().hotspa_state() | {"generation": place}
 
-    def _hotspa_rank_tensors(self) -> dict[str, Tensor]:
-        """The generation batch, unless it is used up."""
-        if not self._hotspa_is_inside_batch:
-            return {}
-        return {
-            f"{_OF_BATCH}{index}.{name}": value
-            for index, batch in enumerate(self._buffered_inputs)
-            for name, value in batch.items()
-            if isinstance(value, Tensor)
-        }
 
-    def _hotspa_load(self, resumption: Resumption) -> None:
-        """Resumes also inside a generation batch, on the same number of ranks (else `ResumeError`)."""
-        super()._hotspa_load(resumption)
-        place = resumption.state.get("hotspa", {}).get("generation")
-        if place is None:  # another trainer's checkpoint: TRL generates anew
-            return
-        with reading_state("a generation batch", "completions are generated anew"):
-            self._step, ranks = int(place["step"]), int(place["ranks"])
-            if "entropy_coef" in place:
-                self.entropy_coef, self._last_world_entropy = place["entropy_coef"], place["entropy"]
-        if not self._hotspa_is_inside_batch:
-            return
-        if ranks != self.args.world_size:
-            raise ResumeError(
-                f"the checkpoint was written by {ranks} ranks, and this run has {self.args.world_size}",
-                where=str(resumption.path),
-                why="it was written inside a generation batch, and each rank has its own part of the batch",
-                fix=f"resume on {ranks} ranks, or from a checkpoint at the end of a generation batch",
-            )
-        name = rank_columns(self.args.process_index, ranks)
-        saved = saved_tensors(resumption.path, resumption.manifest, name)
-        self._buffered_inputs = [dict[str, Any]() for _ in range(self.args.steps_per_generation)]
-        for key, value in saved.items():
-            if key.startswith(_OF_BATCH):
-                index, column = key.removeprefix(_OF_BATCH).split(".", 1)
-                self._buffered_inputs[int(index)][column] = value.to(self.args.device)
-
-
-unless_stock(OverOnline)
+@contextmanager
+def _weights(trainer: OverOnline, whole: bool) -> Iterator[None]:
+    """Inside, calls run on the model object itself, as ranks generate different numbers of tokens."""
+    switched = trainer.switched
+    # vLLM gets the base weights with the adapter merged in
+    are_read = whole or switched.engine.description.adapters is not None
+    if are_read:
+        switched.refresh()
+    # the step may have begun and scored with these weights
+    was_guarded = any(hasattr(type(p), "_true_class") for p in trainer.model.parameters())
+    if are_read:
+        release(trainer.model)
+    try:
+        with switched.routed(False):
+            yield
+    finally:
+        if was_guarded:
+            guard(trainer.model)
 
 
 def of_trl(cls: type) -> tuple[str, type]:
@@ -489,17 +505,17 @@ def generates_every_step(values: Mapping[str, Any]) -> bool:
 # -- generated batches ------------------------------------------------------------------------------------------------
 
 
-def expected_gradients(trainer: Any) -> EveryToken | None:
+def expected_gradients(trainer: HasRun) -> EveryToken | None:
     """What is known of the gradients by log-probabilities beforehand: SFT's losses are a sum over all of them."""
     values = vars(trainer.args)
     is_sum = values.get("loss_type") in ("nll", "dft") and values["average_tokens_across_devices"]
-    of_logits = trainer.compute_loss_func is not None or values["label_smoothing_factor"]
+    of_logits = vars(trainer).get("compute_loss_func") is not None or values["label_smoothing_factor"]
     if of_trl(type(trainer))[0] != "SFT" or not is_sum or of_logits:
         return None
     return EveryToken(times_probability=values["loss_type"] == "dft")
 
 
-def first_seeds(trainer: Any, inputs: Any) -> Tensor | None:
+def first_seeds(trainer: OverOnline, inputs: Any) -> Tensor | None:
     """Returns the gradients of GRPO's loss by log-probabilities if the trained weights generated (every ratio is 1).
     `inputs`: B rows with completions of up to C tokens after prompts of up to P.
 
@@ -525,8 +541,9 @@ class ExpectedLengths:
     maximum length to all of it. Generated lengths may lead to another plan later.
     """
 
-    def __init__(self, trainer: Any, loader: Any) -> None:
-        self._trainer, self._loader = trainer, loader
+    def __init__(self, trainer: HasRun, loader: Any) -> None:
+        self._trainer: Any = trainer
+        self._loader = loader
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         number, most = count(), self._trainer.max_completion_length
@@ -541,7 +558,7 @@ class ExpectedLengths:
 # -- the weights for vLLM ---------------------------------------------------------------------------------------------
 
 
-def streamed(trainer: Any) -> Iterator[tuple[str, Tensor]]:
+def streamed(trainer: OverOnline) -> Iterator[tuple[str, Tensor]]:
     """Yields the current weights by name, in the model object's dtypes, as TRL's `_iter_named_params`. Collective.
 
     They come from the master store a layer at a time. A vLLM server gets them from rank 0, so that other ranks only
@@ -564,7 +581,7 @@ def streamed(trainer: Any) -> Iterator[tuple[str, Tensor]]:
             pass
 
 
-def _merged(trainer: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+def _merged(trainer: OverOnline, model: Any) -> Iterator[tuple[str, Tensor]]:
     """As TRL for a PEFT model, one layer at a time. Copies the base weights, as merging and unmerging would round
     them."""
     fix = trainer.vllm_generation._fix_param_name_to_vllm

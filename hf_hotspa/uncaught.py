@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hf_hotspa.errors import HotspaError, printable
+from hf_hotspa.exchanges import set_uncaught
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's launcher (`torchrun`, `accelerate launch`) looks for the error of this process."""
@@ -29,7 +30,7 @@ _signal_came = _interrupt_is_announced = False
 def show_errors_once() -> None:
     """Installs the hook for uncaught errors. May be called again."""
     if not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook()
+        set_uncaught(_Hook())
 
 
 def signal_came() -> None:

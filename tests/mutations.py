@@ -504,7 +504,7 @@ MUTATIONS = [
     Mutation(
         "weights of earlier steps can be looked at",
         "hf_hotspa/switched/model_object.py",
-        "            parameter.__class__ = _guarded(type(parameter))  # type: ignore[arg-type]\n",
+        '            set_class(parameter, _guarded(type(parameter)), "parameter")  # type: ignore[arg-type]\n',
         "",
         UNIT + "test_stale_weights.py",
     ),
@@ -524,9 +524,9 @@ MUTATIONS = [
     ),
     Mutation(
         "evaluation sets are not looked at before the first step",
-        "hf_hotspa/trainer/start.py",
-        "evaluated = [*(given.values() if isinstance(given, dict) else [given]), lengths.evaluated]",
-        "evaluated = [lengths.evaluated]",
+        "hf_hotspa/trainer/run.py",
+        "evaluated = [*(given.values() if isinstance(given, dict) else [given]), rows.evaluated]",
+        "evaluated = [rows.evaluated]",
         UNIT + "test_evaluated_lengths.py::test_auto_holds_the_longest_row_of_both_sets",
     ),
     Mutation(
@@ -560,8 +560,8 @@ MUTATIONS = [
     Mutation(
         "a stream is resumed a mini-batch too early",
         "hf_hotspa/trainer/trainer.py",
-        'self._hotspa_place["batches"] += len(batches)',
-        'self._hotspa_place["batches"] += len(batches) - (self.state.global_step == 0)',
+        'now.place["batches"] += len(read)',
+        'now.place["batches"] += len(read) - (trainer.state.global_step == 0)',
         "tests/gloo/test_streaming.py::test_a_resumed_run_goes_on_in_the_stream_bit_for_bit",
     ),
     Mutation(

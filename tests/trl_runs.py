@@ -496,7 +496,7 @@ def run_and_resume(cases: Mapping[str, Case], pool: str, other: str, folder: str
         trained("again", pool, 4, "whole/checkpoint-2").close_engine()
         at_once = trained("other", other, 2, "whole/checkpoint-2")
         at_once._save_checkpoint(None, None)
-        at_once._hotspa_checkpoints.close()
+        at_once._hotspa.checkpoints.close()
         at_once.close_engine()
         trained("on", other, 4, "whole/checkpoint-2").close_engine()
 

@@ -216,7 +216,7 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
     fsdp_stage = 0  # the ZeRO stage that `fsdp` is mapped to
     scoring = Scoring()  # what a step of its trainer runs beside its training pass
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Checks the keyword arguments; here because a user's dataclass that derives from this one replaces `__init__`."""
         given_arguments.refuse_misspelt(cls, kwargs)
         return super().__new__(cls)
@@ -248,23 +248,7 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         given_arguments.check_values(self)
         self.bf16 = bool(vars(self)["bf16"]) or given_arguments.mixed_precision() == "bf16"  # untyped in transformers
         given_arguments.check_processes(self.world_size)
-        if not self.hotspa_strategies:
-            raise HotspaConfigError(
-                "hotspa_strategies is not set",
-                fix="use auto, or give strategy:longest sequence[@tokens per pack], shortest first, such as "
-                f"dp{self.world_size}:2048@8192 for plain data parallelism on these {self.world_size} processes",
-            )
-        evaluating = evaluation_strategy(self.hotspa_eval_strategy)
-        if not self.hotspa_auto:
-            check_launch(self.hotspa_buckets, self.world_size)
-            evaluation_buckets(self.hotspa_eval_strategy, given_buckets(self))
-        # auto chooses among the strategies of this world size
-        elif evaluating is not None and evaluating.world_size != self.world_size:
-            raise HotspaConfigError(
-                f"hotspa_eval_strategy is {self.hotspa_eval_strategy!r}, which needs {evaluating.world_size} processes, and "
-                f"{self.world_size} are running",
-                fix=_EVALUATED_BY,
-            )
+        self._check_strategies()
         for own in fields(self):
             if own.name.startswith("hotspa_") and "choices" in own.metadata:
                 check_choice(own.name, getattr(self, own.name), own.metadata["choices"])
@@ -285,6 +269,25 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         if self.hotspa_mini_batch_size is not None:
             shares = self.world_size * vars(self)["gradient_accumulation_steps"]  # untyped in transformers
             self.per_device_train_batch_size = -(-self.hotspa_mini_batch_size // shares)
+
+    def _check_strategies(self) -> None:
+        if not self.hotspa_strategies:
+            raise HotspaConfigError(
+                "hotspa_strategies is not set",
+                fix="use auto, or give strategy:longest sequence[@tokens per pack], shortest first, such as "
+                f"dp{self.world_size}:2048@8192 for plain data parallelism on these {self.world_size} processes",
+            )
+        evaluating = evaluation_strategy(self.hotspa_eval_strategy)
+        if not self.hotspa_auto:
+            check_launch(self.hotspa_buckets, self.world_size)
+            evaluation_buckets(self.hotspa_eval_strategy, given_buckets(self))
+        # auto chooses among the strategies of this world size
+        elif evaluating is not None and evaluating.world_size != self.world_size:
+            raise HotspaConfigError(
+                f"hotspa_eval_strategy is {self.hotspa_eval_strategy!r}, which needs {evaluating.world_size} processes, and "
+                f"{self.world_size} are running",
+                fix=_EVALUATED_BY,
+            )
 
     def leave_to_stock(self, reason: HotspaError) -> None:
         """Leaves the run to the stock Trainer, and restores the arguments as they were given.
@@ -427,7 +430,7 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
     return (Bucket(own.strategy, last.longest, max(own.pack_tokens, last.longest)),)
 
 
-def given_buckets(args: HotSPaTrainingArguments, model: Any = None) -> tuple[Bucket, ...]:
+def given_buckets(args: HotSPaTrainingArguments, model: object = None) -> tuple[Bucket, ...]:
     """The buckets of `hotspa_strategies`.
 
     Unless they set these options themselves, they recompute (`+rc`) with `activation_checkpointing`, and are sharded
@@ -478,12 +481,12 @@ def _with_flags(kind: Any) -> Any:
     return dataclasses.dataclass(init=False, repr=False, eq=False)(made)
 
 
-def _unfilled(kind: Any) -> Any:
+def _unfilled(kind: object) -> Any:
     """An object of that class without attributes. Module-level, because pickles call it."""
     return object.__new__(HotSPaTrainingArguments if kind is TrainingArguments else _with_flags(kind))
 
 
-def _pickled(args: Any, protocol: Any) -> tuple[Any, ...]:
+def _pickled(args: object, protocol: object) -> tuple[Any, ...]:
     """Pickles (`training_args.bin`) name the user's class, the base of this one, which was made at run time."""
     return _unfilled, (type(args).__bases__[1],), vars(args)
 

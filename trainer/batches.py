@@ -26,6 +26,7 @@ from hf_hotspa.data.collator import MiniBatchSampler, RowCollator, is_stock, is_
 from hf_hotspa.data.prepare import prepare_dataset, refuse_guessed, tokenize_rows
 from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import DataError, UnsupportedError
+from hf_hotspa.exchanges import set_class
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.packing.bucketing import check_lengths
 from hf_hotspa.parallel.agreement import Agreement
@@ -36,6 +37,7 @@ from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, read_batch
 from hf_hotspa.trainer.given_arguments import workers_context
+from hf_hotspa.trainer.protocol import HasRun
 from hf_hotspa.trainer.same_run import RowOrder
 
 logger = logging.getLogger(__name__)
@@ -148,7 +150,7 @@ class StreamParts:
         self._own = own = iter(loader)
         return own
 
-    def _set_epoch(self, loader: Any) -> None:
+    def _set_epoch(self, loader: object) -> None:
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self._pass)
 
@@ -168,7 +170,7 @@ class Rows:
 
     Lengths come from a scan, kept on disk, if a data set has random access; otherwise from the first batches of its
     loader. Collective: one process of a machine scans, and the others read its cache. `loss_columns`: columns that a
-    token loss reads.
+    token loss reads. `prepares`: whether rows of text are tokenised.
 
     Attributes:
         sampled: Whether longer rows may come than `tables` has found.
@@ -178,8 +180,9 @@ class Rows:
         default_collator: The stock Trainer's choice if no data collator was given, else None.
     """
 
-    def __init__(self, trainer: Any, loss_columns: Sequence[str] = ()) -> None:
+    def __init__(self, trainer: HasRun, loss_columns: Sequence[str] = (), prepares: bool = True) -> None:
         self._trainer, self._args, self._loss_columns = trainer, trainer.args, tuple(loss_columns)
+        self._prepares = prepares
         self._known = dict[int, tuple[Any, Any, SequenceTable]]()
         self._collators = list[RowCollator]()
         self._longest: int | None = None
@@ -207,10 +210,10 @@ class Rows:
 
     def _tokenizer(self) -> Any:
         processing_class = getattr(self._trainer, "processing_class", None)
-        is_tokenizer = self._trainer._hotspa_prepares and isinstance(processing_class, PreTrainedTokenizerBase)
+        is_tokenizer = self._prepares and isinstance(processing_class, PreTrainedTokenizerBase)
         return processing_class if is_tokenizer else None
 
-    def collator(self, dataset: Any, is_training: bool) -> "RowCollator":
+    def collator(self, dataset: object, is_training: bool) -> "RowCollator":
         """The collator for a loader of a data set."""
         args, signature = self._args, self._signature()
         names, tokenizer = getattr(dataset, "column_names", None) or (), self._tokenizer()
@@ -234,7 +237,7 @@ class Rows:
         return collator
 
     @contextmanager
-    def reading(self, dataset: Any, is_training: bool) -> Iterator[Any]:
+    def reading(self, dataset: Any, collator: RowCollator, is_training: bool) -> Iterator[Any]:
         """Inside, the settings of accelerate and of workers fit our rows. Yields the data set that a loader is made of.
 
         Each of several ranks reads its own part of a stream if rows are padded here, and of any data set whose rows may
@@ -257,10 +260,14 @@ class Rows:
             config.dispatch_batches = False
         if has_context:
             args.dataloader_multiprocessing_context = worker_context(args.dataloader_num_workers, chosen)
+        removes, args.remove_unused_columns = args.remove_unused_columns, False  # the collator does, or it is done here
+        is_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+        if removes and is_table:  # a transform may read any column
+            dataset = dataset.select_columns([name for name in dataset.column_names if name in collator.kept])
         try:
             yield dataset
         finally:
-            config.dispatch_batches = dispatch
+            config.dispatch_batches, args.remove_unused_columns = dispatch, removes
             if has_context:
                 args.dataloader_multiprocessing_context = chosen
 
@@ -293,7 +300,7 @@ class Rows:
         stream that each rank reads because of `reading` has the rows of the stock Trainer."""
         shard: Any = getattr(loader, "dataset", None)
         if type(shard) is IterableDatasetShard and self._args.accelerator_config.dispatch_batches is not False:
-            shard.__class__ = DispatchedShard
+            set_class(shard, DispatchedShard, "stream")
             if not is_training:  # a worker cannot say how many rows its last batch has
                 getattr(loader, "base_dataloader", loader).num_workers = 0
             elif loader.num_workers > 1:
@@ -318,7 +325,7 @@ class Rows:
             dealt.num_processes, dealt.process_index = 1, 0
         return prepared
 
-    def begin(self, loader: Any, places: Sequence[Sequence[int]]) -> None:
+    def begin(self, loader: object, places: Sequence[Sequence[int]]) -> None:
         """Begins training, with the places of ranks in their parts of a stream if it resumes in one."""
         self.parts = StreamParts(loader, self._args)
         self.parts.resume(places, not self._args.ignore_data_skip)
@@ -340,7 +347,7 @@ class Rows:
 
     # -- lengths ------------------------------------------------------------------------------------------------------
 
-    def can_scan(self, dataset: Any) -> bool:
+    def can_scan(self, dataset: object) -> bool:
         """Whether batches hold the rows of the data set unchanged, and these can be read at any time."""
         lazy = getattr(dataset, "format", None)
         is_lazy = isinstance(lazy, Mapping) and lazy.get("type") == "custom"
@@ -354,11 +361,11 @@ class Rows:
         is_trained = dataset is getattr(self._trainer, "train_dataset", None)
         return self._args.hotspa_auto and is_trained and not is_table and len(dataset) > _MOST_ROWS
 
-    def collates_for(self, loader: Any) -> bool:
+    def collates_for(self, loader: object) -> bool:
         """Whether a data loader collates here; the rows of a user's own loader are unknown."""
         return any(getattr(loader, "collate_fn", None) is collator for collator in self._collators)
 
-    def scan(self, dataset: Any) -> tuple[Any, SequenceTable]:
+    def scan(self, dataset: object) -> tuple[Any, SequenceTable]:
         """The data set, tokenised if its rows are text, and the lengths of its rows. Raises `HotspaError` if it cannot
         be used unchanged."""
         if id(dataset) not in self._known:
@@ -390,7 +397,7 @@ class Rows:
             rendered = _Rendered.of(dataset, tokenizer, args.hotspa_skips_empty)
             return dataset, scan_dataset(rendered, rules=rules, disable_progress=quiet)
 
-    def table(self, dataset: Any, longest: int) -> SequenceTable | None:
+    def table(self, dataset: object, longest: int) -> SequenceTable | None:
         """The scan of a data set, all of whose rows have a bucket; None if it cannot be scanned. Raises `HotspaError`
         if rows exceed every bucket, and `hotspa_overlong` does not handle them."""
         if not self.can_scan(dataset):
@@ -399,7 +406,9 @@ class Rows:
         check_lengths(table, longest, self._args.hotspa_overlong, self._args.hotspa_auto)
         return table
 
-    def tables(self, trained: Any, evaluated: Sequence[Any], loader: Any, agreement: Agreement) -> list[SequenceTable]:
+    def tables(
+        self, trained: object, evaluated: Sequence[Any], loader: object, agreement: Agreement
+    ) -> list[SequenceTable]:
         """The scan that strategies are chosen for (of trained rows, if any, else of evaluated ones), then others that
         must fit. Collective. `loader`: the training data loader, if any. Raises `DataError` if there are no rows."""
 
@@ -434,7 +443,7 @@ class Rows:
             return None
         return {name: batch[name][0] for name in self._loss_columns}
 
-    def tokens_of(self, dataset: Any) -> Any:
+    def tokens_of(self, dataset: object) -> Any:
         """The data set for a loader, tokenised if a scan has done so."""
         known = self._known.get(id(dataset))
         return dataset if known is None else known[1]
@@ -492,7 +501,7 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> Sequenc
 _ANY = 1 << 40
 
 
-def _is_spent(loader: Any) -> bool:
+def _is_spent(loader: object) -> bool:
     """Whether the data set of a loader is its own iterator."""
     dataset: Any = getattr(loader, "dataset", None)
     while isinstance(getattr(dataset, "dataset", None), IterableDataset):

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 from torch import Tensor
@@ -59,7 +59,10 @@ from hf_hotspa.parallel.mesh import nodes_of
 from hf_hotspa.parallel.wrapped_model import is_wrapped
 from hf_hotspa.switched.model_object import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.model_source import argument_files, side_files, write_each
+from hf_hotspa.trainer.protocol import HasRun
+from hf_hotspa.trainer.resuming import BaseDigest, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -198,17 +201,25 @@ class CheckpointWriter:
 # -- for the trainer --------------------------------------------------------------------------------------------------
 
 
+class SavedRun(Protocol):
+    """What a checkpoint holds of a `Run`."""
+
+    rows: Rows
+    base: BaseDigest
+    now: Progress
+
+    def rank_tensors(self) -> dict[str, Tensor]: ...
+
+
 class CheckpointContents:
     """The contents of a checkpoint of a trainer, captured now and written later, perhaps by a thread. Collective."""
 
-    def __init__(self, trainer: Any, folder: RunFolder) -> None:
+    def __init__(self, trainer: HasRun, run: SavedRun, folder: RunFolder) -> None:
         args, model, engine = trainer.args, trainer.model, trainer.switched.engine
-        trainer._hotspa_rows.parts.gather(engine.agreement, trainer.control.should_epoch_stop)
+        run.rows.parts.gather(engine.agreement, trainer.control.should_epoch_stop)
         optimizer: Optimizer | None = None if args.save_only_model else trainer.optimizer
         # tensors that only this rank needs to resume, in host memory: of a trainer that generates, and of features
-        self._rank_tensors: dict[str, Tensor] = getattr(trainer, "_hotspa_rank_tensors", dict)()
-        for part in trainer._hotspa_watchers.parts:
-            self._rank_tensors |= part.rank_tensors()
+        self._rank_tensors = run.rank_tensors()
         self._folder, self._step, self._engine, self._model = folder, trainer.state.global_step, engine, model
         self._args: HotSPaTrainingArguments = args
         self._optimizer, self._scheduler, self._tokenizer = optimizer, trainer.lr_scheduler, tokenizer_of(trainer)
@@ -227,7 +238,7 @@ class CheckpointContents:
         self._stock = self._stock_files() if args.hotspa_stock_checkpoints else {}
         self._texts, self._failure = dict[str, str](), None
         try:
-            self._texts = _texts(trainer, self._share) if self._rank == 0 else {}
+            self._texts = _texts(trainer, run, self._share) if self._rank == 0 else {}
         except Exception as error:  # such as a callback's state that JSON cannot hold: raised where all are together
             self._failure = error
 
@@ -506,12 +517,12 @@ class Checkpoints:
                     self._pushes.push(writer.folder.path / checkpoint_name(writer.committed_step))
 
 
-def tokenizer_of(trainer: Any) -> Any:
+def tokenizer_of(trainer: HasRun) -> Any:
     """The tokenizer, which only the data collator may have."""
     return trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
 
 
-def _texts(trainer: Any, share: Share) -> dict[str, str]:
+def _texts(trainer: HasRun, run: SavedRun, share: Share) -> dict[str, str]:
     """The JSON files that one rank writes for all; an error names what JSON cannot hold (`UnsavableError`)."""
     state, args = trainer.state, trainer.args
 
@@ -549,16 +560,16 @@ def _texts(trainer: Any, share: Share) -> dict[str, str]:
                     f"the state of the scheduler {kind}", lambda: tensors.state_to_json(scheduler.state_dict())
                 ),
             },
-            "data": {"order": trainer._hotspa_order, "epoch": state.epoch, "mini_batches": state.global_step},
+            "data": {"order": run.now.order, "epoch": state.epoch, "mini_batches": state.global_step},
             "hotspa": trainer.hotspa_state(),
         }
         if is_wrapped(trainer.model):
-            saved["base model"] = trainer._hotspa_base.of(trainer.switched.engine, trainer.model)
+            saved["base model"] = run.base.of(trainer.switched.engine, trainer.model)
         texts[manifest.STATE] = json.dumps(saved) + "\n"
     return texts
 
 
-def try_files(trainer: Any) -> None:
+def try_files(trainer: HasRun, run: SavedRun) -> None:
     """Writes the files of a save except tensors once, into a temporary folder, so that errors that would fail every
     save are raised before the first step. Collective. Raises `UnsavableError` if something cannot be written on any
     disk; it is named; `CheckpointError` if there is not room for one checkpoint; `HotspaError` if nodes do not share
@@ -579,7 +590,7 @@ def try_files(trainer: Any) -> None:
     if args.process_index:
         return
     check_run(args, needed, trainer.state.max_steps)
-    _texts(trainer, share)
+    _texts(trainer, run, share)
     try:
         with tempfile.TemporaryDirectory() as folder:
             write_each(side_files(trainer.model, tokenizer_of(trainer)) | argument_files(args), Path(folder))
@@ -631,7 +642,7 @@ def hub_error(failure: Exception) -> HotspaError:
 class CheckpointPushes:
     """Pushes each checkpoint as `hub_strategy` says, in a thread of the main process; sets `push_in_progress`."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: HasRun) -> None:
         self._trainer = trainer
         self._pushed: Path | None = None
 

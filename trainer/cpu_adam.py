@@ -55,7 +55,7 @@ def cpu_adam_class() -> type[Optimizer]:
     class CpuAdamW(DeepSpeedCPUAdam):  # type: ignore[misc]
         """DeepSpeed's class, without its memory outside the state."""
 
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure: object = None) -> Any:
             # DeepSpeed's C++ object multiplies up powers of the betas step by step, in fp32; a new one computes them
             # from the step number, as a resumed process would
             first = self.param_groups[0]

@@ -87,6 +87,10 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.cpu_offload": ((False,), 'use "offload_optimizer": {"device": "cpu"}'),
     "zero_optimization.cpu_offload_param": ((False,), _PARAMETERS),
     "zero_optimization.offload_param.device": (("none", None), _PARAMETERS),
+    "zero_optimization.offload_optimizer.device": (
+        ("none", None),
+        "the master store is in memory, on the devices or on the host: use cpu or none",
+    ),
     "zero_optimization.offload_optimizer.ratio": ((1, 1.0), "the master store is offloaded completely, or not at all"),
     "zero_optimization.zero_quantized_weights": ((False,), "switches move the bits; leave it out"),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "switches move the bits; leave it out"),
@@ -143,7 +147,7 @@ NO_SWITCH = ("expert_parallel", "sparse_attention", "compression_training", "wei
 """Sections without `enabled`, which are accepted if empty."""
 
 SPECIAL = (  # fields that `deepspeed_config` reads itself
-    "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "optimizer.type", "optimizer.params.betas",
+    "zero_optimization.stage", "optimizer.type", "optimizer.params.betas",
     "scheduler.type", "scheduler.params",
 )  # fmt: skip
 
@@ -309,35 +313,26 @@ class _Mapper:
             raise UnsupportedError(what + "; ".join(self._problems), fix="change these fields, or leave them out")
         return DeepSpeedMapping(self._set, tuple(self._rows), tuple(self._unused), self._scheduler, self._zero_stage)
 
-    def _field(self, field: str, value: Any) -> None:
+    def _field(self, field: str, value: object) -> None:
         if field.partition(".")[0] == "scheduler" or field in ("optimizer.type", "optimizer.params.betas"):
             return  # read together
         if field == "zero_optimization.stage":
             self._stage(value)
-        elif field == "zero_optimization.offload_optimizer.device":
-            if value == "cpu":
-                self._argument(field, "master", "hotspa_offload", str, shown=value)
-            elif value in ("none", None):
-                self._unused.append(field)
-            else:
-                why = "the master store is in memory, on the devices or on the host: use cpu or none"
-                self._refuse(field, value, why)
+        elif field == "zero_optimization.offload_optimizer.device" and value == "cpu":
+            self._argument(field, "master", "hotspa_offload", str, shown=value)
         elif field in ARGUMENTS:
             self._argument(field, value, *ARGUMENTS[field])
-        elif field in ONLY:
-            if _is_one_of(value, ONLY[field][0]):
-                self._unused.append(field)
-            else:
-                self._refuse(field, value, ONLY[field][1])
-        elif field in _WITHOUT_EFFECT:
+        elif field in _WITHOUT_EFFECT or (field in ONLY and _is_one_of(value, ONLY[field][0])):
             self._unused.append(field)
+        elif field in ONLY:
+            self._refuse(field, value, ONLY[field][1])
         elif value == {} and any(known.startswith(f"{field}.") for known in KNOWN):
             pass  # an empty section
         else:
             near = difflib.get_close_matches(field, KNOWN, 1, 0.75)
             self._refuse(field, value, f"no such field is known{f' (is it {near[0]}?)' if near else ''}")
 
-    def _refuse(self, field: str, value: Any, why: str) -> None:
+    def _refuse(self, field: str, value: object, why: str) -> None:
         shown = json.dumps(value, default=repr)
         shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
         self._problems.append(f"{field}={shown}: {why}")
@@ -349,7 +344,7 @@ class _Mapper:
         self._zero_stage = value if value >= 2 else 0
         self._rows.append((f"zero_optimization.stage={value}", _STAGES[value]))
 
-    def _argument(self, field: str, value: Any, name: str, kind: type, shown: Any = None) -> None:
+    def _argument(self, field: str, value: object, name: str, kind: type, shown: object = None) -> None:
         """Sets an argument, unless another value was given for it."""
         if value == AUTO:
             self._rows.append((f"{field}=auto", f"{name}, as the training arguments say"))
@@ -407,24 +402,28 @@ class _Mapper:
         for name in [name for name in section if name not in ("type", "params")]:
             self._refuse(f"scheduler.{name}", section[name], "no such field is known")
         for name, value in params.items():
-            field = f"scheduler.params.{name}"
-            if name not in TYPES[kind]:
-                self._refuse(field, value, f"{kind} takes {', '.join(TYPES[kind])}")
-            elif name == "warmup_type":
-                if value not in (LOG, LINEAR):
-                    self._refuse(field, value, f"use {LOG} or {LINEAR}")
-            elif name == "warmup_max_lr":
-                self._argument(field, value, "learning_rate", float)
-            else:
-                steps = name.endswith("_steps")
-                fits = _is_a(value, int) and value > 0 if steps else _is_a(value, float) and value >= 0
-                if not fits and not (value == AUTO and name.endswith(("_steps", "_lr"))):
-                    self._refuse(field, value, f"give a number{' of steps' if steps else ''}")
+            self._read_schedule(kind, name, value)
         shown = ", ".join(f"{name}={params.get(name, default)}" for name, default in TYPES[kind].items())
         self._rows.append((f"scheduler.type={kind}", f"the learning rates of {kind}({shown})"))
 
+    def _read_schedule(self, kind: str, name: str, value: object) -> None:
+        field, steps = f"scheduler.params.{name}", name.endswith("_steps")
+        if name not in TYPES[kind]:
+            self._refuse(field, value, f"{kind} takes {', '.join(TYPES[kind])}")
+        elif name == "warmup_type":
+            if value not in (LOG, LINEAR):
+                self._refuse(field, value, f"use {LOG} or {LINEAR}")
+        elif name == "warmup_max_lr":
+            self._argument(field, value, "learning_rate", float)
+        elif not (value == AUTO and name.endswith(("_steps", "_lr"))) and not _is_number(value, steps):
+            self._refuse(field, value, f"give a number{' of steps' if steps else ''}")
 
-def _is_a(value: Any, kind: type) -> bool:
+
+def _is_number(value: Any, is_count: bool) -> bool:
+    return _is_a(value, int) and value > 0 if is_count else _is_a(value, float) and value >= 0
+
+
+def _is_a(value: object, kind: type) -> bool:
     if kind in (bool, str):
         return isinstance(value, kind)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -432,7 +431,7 @@ def _is_a(value: Any, kind: type) -> bool:
     return kind is float or float(value).is_integer()
 
 
-def _is_one_of(value: Any, fine: tuple[Any, ...]) -> bool:
+def _is_one_of(value: object, fine: tuple[Any, ...]) -> bool:
     """Like `in`, but neither true nor false is a number."""
     return any(value is one or (value == one and isinstance(value, bool) == isinstance(one, bool)) for one in fine)
 
@@ -495,33 +494,41 @@ def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
     field that cannot be honoured, and what to use instead."""
     if fsdp in (None, False, "", [], "false", "False"):
         return 0, False
-    stage, offloads, problems = 3, False, []
     words = [] if fsdp is True else fsdp.replace(",", " ").split() if isinstance(fsdp, str) else list(fsdp)
-    for word in (str(getattr(option, "value", option)).lower() for option in words):
-        if word == "offload":
-            offloads = True
-        elif word in STAGES:
-            stage = STAGES[word]
-        elif word != "auto_wrap":
-            problems.append(f"fsdp={word!r}: {_HYBRID if word.startswith('hybrid') else 'no such option is known'}")
+    shown = [(f"fsdp={word!r}", "", word) for word in (_word(option) for option in words)]
     for name, value in read_config(config or {}, "fsdp_config").items():
-        field, text = name.removeprefix("fsdp_"), str(getattr(value, "value", value)).lower()
-        if field in ("reshard_after_forward", "sharding_strategy"):
-            if text not in STAGES:
-                why = _HYBRID if text.startswith("hybrid") else f"use one of {', '.join(STAGES)}"
-                problems.append(f"fsdp_config.{name}={value!r}: {why}")
-            stage = STAGES.get(text, stage)
-        elif field in ("cpu_offload", "offload_params"):
-            offloads = offloads or text == "true"
-        elif field in _OFF:
-            if text not in ("false", "none"):
-                problems.append(f"fsdp_config.{name}={value!r}: {_OFF[field]}")
-        elif field not in FSDP_UNUSED:
-            problems.append(f"fsdp_config.{name}={value!r}: no such field is known")
+        shown.append((f"fsdp_config.{name}={value!r}", name.removeprefix("fsdp_"), _word(value)))
+    stage, offloads, problems = 3, False, list[str]()
+    for setting, field, word in shown:
+        if problem := _problem_of(field, word):
+            problems.append(f"{setting}: {problem}")
+        elif field in _SHARDED and word in STAGES:
+            stage = STAGES[word]
+        offloads |= (field in _OFFLOADS and word == "true") or (not field and word == "offload")
     if problems:
         what = f"{len(problems)} of the settings of FSDP cannot be honoured: "
         raise UnsupportedError(what + "; ".join(problems), fix="change them, or leave them out")
     return stage, offloads
+
+
+_SHARDED = ("", "reshard_after_forward", "sharding_strategy")  # fields that say what is sharded; "": `fsdp` itself
+_OFFLOADS = ("cpu_offload", "offload_params")
+
+
+def _word(value: object) -> str:
+    return str(getattr(value, "value", value)).lower()
+
+
+def _problem_of(field: str, word: str) -> str:
+    """Why a setting of FSDP cannot be honoured; empty if it can."""
+    if field in _SHARDED:
+        if word in STAGES or (not field and word in ("offload", "auto_wrap")):
+            return ""
+        unknown = f"use one of {', '.join(STAGES)}" if field else "no such option is known"
+        return _HYBRID if word.startswith("hybrid") else unknown
+    if field in _OFF:
+        return "" if word in ("false", "none") else _OFF[field]
+    return "" if field in FSDP_UNUSED or field in _OFFLOADS else "no such field is known"
 
 
 def take_fsdp(args: Any) -> None:

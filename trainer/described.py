@@ -59,7 +59,7 @@ def digest_of(data: bytes | str) -> str:
     return hashlib.blake2b(data.encode() if isinstance(data, str) else data, digest_size=4).hexdigest()
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """A setting as text, the same on all ranks with the same setting."""
     return value if isinstance(value, str) else Reader().text(value, "")
 
@@ -75,7 +75,7 @@ def is_installed(module: str) -> bool:
     return file is not None and any(part in Path(file).parts for part in _INSTALLED)
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', getattr(value, '__name__', '?'))}"
 
 
@@ -89,13 +89,13 @@ class Reader:
         self._left = _MOST_VALUES
         self.unread = list[str]()  # the names of values of which only the class is known
 
-    def text(self, value: Any, name: str) -> str:
+    def text(self, value: object, name: str) -> str:
         """Returns a value as text."""
         self._left = _MOST_VALUES
         read = self._read(value, name)
         return read if isinstance(read, str) else _ADDRESS.sub("", json.dumps(read))
 
-    def is_of_rank(self, name: str, value: Any) -> bool:
+    def is_of_rank(self, name: str, value: object) -> bool:
         """Whether a value says which rank this may be, when, or where in files: such values differ in any script."""
         if isinstance(value, float) and _OF_TIMES.search(name):
             counter = time.perf_counter()
@@ -111,7 +111,7 @@ class Reader:
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def _read(self, value: Any, name: str) -> Any:
+    def _read(self, value: object, name: str) -> Any:
         self._left -= 1
         if isinstance(value, enum.Enum):
             return self._read(value.value, name)
@@ -134,7 +134,7 @@ class Reader:
         finally:
             self._path.pop()
 
-    def _read_parts(self, value: Any, name: str) -> Any:
+    def _read_parts(self, value: object, name: str) -> Any:
         if isinstance(value, Tensor | np.ndarray | np.generic):
             return self._array(value)
         if isinstance(value, Mapping):
@@ -169,7 +169,7 @@ class Reader:
             return value.tolist()
         return f"{value.dtype} {list(value.shape)} {digest_of(np.ascontiguousarray(value).tobytes())}"
 
-    def _object(self, value: Any, name: str) -> Any:
+    def _object(self, value: object, name: str) -> Any:
         kind = type(value)
         if isinstance(value, Trainer) or is_stream(value):
             return _name(kind)

@@ -34,7 +34,7 @@ import time
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -50,7 +50,10 @@ from transformers.trainer_callback import CallbackHandler, PrinterCallback, Prog
 from hf_hotspa.engine.phase import phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError, UnsupportedError, printable
 from hf_hotspa.packing.bucketing import MiniBatchPlan
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.report import PhaseMeasure
+from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.trainer.protocol import HasRun
 
 logger = logging.getLogger(__name__)
 
@@ -173,14 +176,14 @@ _LOOKERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Occasion -> the events of callbacks and the attributes of the trainer that belong to it; any other is an event itself."""
 
 
-def is_users(function: Any) -> bool:
+def is_users(function: object) -> bool:
     """Whether a function or method comes from neither transformers, TRL nor this package."""
     if function is None:
         return False
     return (getattr(function, "__module__", None) or "").split(".")[0] not in ("transformers", "trl", "hf_hotspa")
 
 
-def is_overridden(trainer: Any, name: str) -> bool:
+def is_overridden(trainer: object, name: str) -> bool:
     """Whether a program has set a method of a trainer: on the object, in its class, or in the class of a library. A
     function may have the module of the one that it wraps."""
     set_by = [(cls, vars(cls)[name]) for cls in type(trainer).__mro__ if name in vars(cls)]
@@ -190,25 +193,25 @@ def is_overridden(trainer: Any, name: str) -> bool:
 
 class CallbackEvents(CallbackHandler):
     """A `CallbackHandler` that takes over the state of another one. `before`: called with the name of every event of
-    `COLLECTIVE_EVENTS` before the callbacks are, and of `looked_at`. `apart`: callbacks run inside it: perhaps on this
-    rank alone. `before_step`: called after the callbacks of `on_pre_optimizer_step`, if others are attached to the
+    `COLLECTIVE_EVENTS` before the callbacks are, and of `looked_at`. `after`: called with the name of each of the latter
+    after them. `switched`: callbacks run beside it: perhaps on this rank alone. `before_step`: called after the callbacks of `on_pre_optimizer_step`, if others are attached to the
     optimizer than before. `looked_at`: the events of a step in which a callback of any rank may look at the model."""
 
     looked_at: frozenset[str] = frozenset()
-    after: Callable[[str], None]  # called with the name of each of these when the callbacks have been called
+    switched: SwitchedModel | None = None
 
     def __init__(
         self,
         handler: CallbackHandler,
         before: Callable[[str], None] = lambda event: None,
-        apart: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        after: Callable[[str], None] = lambda event: None,
     ) -> None:
         # not super().__init__: it would add the callbacks again, with warnings about duplicates
         self.__dict__.update(handler.__dict__)
-        self._before, self._apart = before, apart
+        self._before, self._after = before, after
         self.before_step: Callable[[], None] = lambda: None
         self._attached: tuple[Any, ...] = ()
-        self._own: dict[type[TrainerCallback], TrainerCallback] = {}
+        self.own: dict[type[TrainerCallback], TrainerCallback] = {}
         self.seconds: dict[str, float] = defaultdict(float)  # seconds inside the callbacks of this rank, by class name
         self._logged_s, self._steps_since_log = 0.0, 0
         self._defers = self._alone = False
@@ -221,36 +224,36 @@ class CallbackEvents(CallbackHandler):
     @property
     def every(self) -> list[TrainerCallback]:
         """The user's callbacks, then the Trainer's own."""
-        return [*self.callbacks, *self._own.values()]
+        return [*self.callbacks, *self.own.values()]
 
     def add_own(self, callback: TrainerCallback, instead: type[TrainerCallback] | None = None) -> None:
         """Adds one of the Trainer's own callbacks, unless the user gave one of its class (or the class `instead`)."""
         kind = instead or type(callback)
         if not any(isinstance(given, kind) for given in self.callbacks):
-            self._own[kind] = callback
+            self.own[kind] = callback
 
     def leave_to_stock(self) -> None:
         """From now on only the user's callbacks are called, as in transformers."""
-        self._own, self._before, self.before_step = {}, lambda event: None, lambda: None
+        self.own, self._before, self.before_step = {}, lambda event: None, lambda: None
         self.looked_at = frozenset()
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: object) -> None:
         """Adds a callback of the user, a class or an object; it replaces the Trainer's own callback of its class."""
         super().add_callback(callback)
         added = self.callbacks[-1]
-        self._own = {kind: own for kind, own in self._own.items() if not isinstance(added, kind)}
+        self.own = {kind: own for kind, own in self.own.items() if not isinstance(added, kind)}
 
-    def pop_callback(self, callback: Any) -> TrainerCallback | None:
+    def pop_callback(self, callback: object) -> TrainerCallback | None:
         """Removes a callback, the user's or our own, by its class or itself, and returns it; None if it is missing."""
         popped: TrainerCallback | None = super().pop_callback(callback)
         if popped is None:
             kind = callback if isinstance(callback, type) else None
-            own = [own for own in self._own.values() if (own is callback if kind is None else isinstance(own, kind))]
+            own = [own for own in self.own.values() if (own is callback if kind is None else isinstance(own, kind))]
             popped = own[0] if own else None
-            self._own = {kind: own for kind, own in self._own.items() if own is not popped}
+            self.own = {kind: own for kind, own in self.own.items() if own is not popped}
         return popped
 
-    def remove_callback(self, callback: Any) -> None:
+    def remove_callback(self, callback: object) -> None:
         """As `pop_callback`. Raises `ValueError` for a missing callback, as in transformers."""
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             raise ValueError(f"{type(callback).__name__} is not among the callbacks")
@@ -272,13 +275,13 @@ class CallbackEvents(CallbackHandler):
         finally:
             self._defers = False
 
-    def _call(self, callback: TrainerCallback, event: str, step: int, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, callback: TrainerCallback, event: str, step: int, *args: object, **kwargs: object) -> Any:
         """Calls one callback; its error waits for the next agreement, if one will follow."""
-        as_it_is = self._alone and event in _OF_TRANSFORMERS and callback not in self._own.values()
+        as_it_is = self._alone and event in _OF_TRANSFORMERS and callback not in self.own.values()
         begin = time.perf_counter()
         name = type(callback).__name__
         try:
-            with self._apart():
+            with nullcontext() if self.switched is None else self.switched.routed(False):
                 return getattr(callback, event)(*args, **kwargs)
         except Exception as error:
             if not self._defers or as_it_is:
@@ -304,23 +307,17 @@ class CallbackEvents(CallbackHandler):
         if event in COLLECTIVE_EVENTS or is_looked_at:
             self._before(event)
         shared = dict(zip(_SHARED, _shared(self), strict=True))
-        for callback in chain(self.callbacks, self._own.values()):
+        for callback in chain(self.callbacks, self.own.values()):
             given = kwargs
             if event == "on_log" and (logs := kwargs.get("logs")) is not None:
-                if type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
-                    if "loss" in logs:
-                        if state.is_world_process_zero:
-                            tqdm.write(printable(self._line.text(logs, state)))
-                        continue
-                    short = {name: value for name, value in logs.items() if not name.startswith("hotspa/")}
-                    given = {**kwargs, "logs": short}
-                elif type(callback).__module__.startswith("transformers.integrations"):
-                    given = {**kwargs, "logs": for_trackers(logs)}
+                if (shown := self._logs_for(callback, logs, args, state)) is None:
+                    continue
+                given = {**kwargs, "logs": shown}
             result = self._call(callback, event, state.global_step, args, state, control, **shared, **given)
             if result is not None:
                 control = result
         if is_looked_at:
-            self.after(event)
+            self._after(event)
         if event == "on_pre_optimizer_step":
             bare = getattr(self.optimizer, "optimizer", self.optimizer)
             tables = getattr(bare, _OF_STEP[0], ()), getattr(bare, _OF_STEP[1], ()), *_OF_ALL
@@ -330,13 +327,26 @@ class CallbackEvents(CallbackHandler):
                 self._attached = attached
         return control
 
+    def _logs_for(
+        self, callback: TrainerCallback, logs: dict[str, float], args: TrainingArguments, state: TrainerState
+    ) -> dict[str, float] | None:
+        """The logs that a callback gets; None for a line that is printed here in its place."""
+        if type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
+            if "loss" not in logs:
+                return {name: value for name, value in logs.items() if not name.startswith("hotspa/")}
+            if state.is_world_process_zero:
+                tqdm.write(printable(self._line.text(logs, state)))
+            return None
+        is_tracker = type(callback).__module__.startswith("transformers.integrations")
+        return for_trackers(logs) if is_tracker else logs
+
     def may_look(self) -> list[float]:
         """For each event of `STEP_EVENTS` whether a callback may look at the model in it. Raises an error for callbacks
         that read gradients (`refuse_gradients`)."""
         refuse_gradients(self.callbacks)
         return [float(any(may_look(callback, event) for callback in self.callbacks)) for event in STEP_EVENTS]
 
-    def is_looked_at(self, occasion: str, trainer: Any) -> bool:
+    def is_looked_at(self, occasion: str, trainer: object) -> bool:
         """Whether user code may look at the model on an occasion: an event, or log, evaluation and save."""
         events, attributes = _LOOKERS.get(occasion, ((occasion,), ()))
         functions = [getattr(callback, event, None) for callback in self.callbacks for event in events]
@@ -344,19 +354,11 @@ class CallbackEvents(CallbackHandler):
             return True
         return any(may_look(callback, event) for callback in self.callbacks for event in events)
 
-    def defined(self, events: Sequence[str]) -> bool:
-        """Whether any callback defines one of the events."""
-        for callback in chain(self.callbacks, self._own.values()):
-            for event in events:
-                if hasattr(callback, event):
-                    return True
-        return False
-
     def dispatch(
-        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: Any
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: object
     ) -> None:
         """Dispatches an event of ours to the callbacks that define it."""
-        for callback in chain(self.callbacks, self._own.values()):
+        for callback in chain(self.callbacks, self.own.values()):
             if hasattr(callback, event):
                 self._call(callback, event, state.global_step, args, state, control, **facts)
         self._steps_since_log += event == "on_step_report"
@@ -379,10 +381,10 @@ class CallbackEvents(CallbackHandler):
 class PhaseDispatcher:
     """Passes the phases of a running mini-batch on to the callbacks of a trainer's `CallbackEvents`."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: HasRun) -> None:
         self._trainer = trainer
 
-    def _dispatch(self, name: str, **facts: Any) -> None:
+    def _dispatch(self, name: str, **facts: object) -> None:
         trainer = self._trainer
         trainer.callback_handler.dispatch(name, trainer.args, trainer.state, trainer.control, **facts)
 
@@ -408,8 +410,8 @@ class Flags:
     wait for each other. Costs one small collective per step (more at steps that log, save or evaluate), and none if no
     rank has user code that could set a flag. `trainer`: its `control` is read and set."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: HasRun, agreement: Callable[[], Agreement]) -> None:
+        self._trainer, self._agreement = trainer, agreement
         self._may_differ: bool | None = None
         self._acts = False
 
@@ -422,7 +424,7 @@ class Flags:
         trainer = self._trainer
         if trainer.args.world_size == 1:
             return
-        agreement = trainer._hotspa_ranks.agreement()
+        agreement = self._agreement()
         if self._may_differ is None:
             kinds = [type(trainer), *map(type, trainer.callback_handler.every)]
             self._may_differ = bool(agreement.gather([float(any(map(is_users, kinds)))]).any())
@@ -486,7 +488,7 @@ def _defines(callback: TrainerCallback, event: str) -> bool:
     return not is_inherited or event in vars(callback)
 
 
-def _package(value: Any) -> str:
+def _package(value: object) -> str:
     return (getattr(value, "__module__", None) or "").split(".")[0]
 
 
@@ -494,11 +496,11 @@ class _Walk:
     """Goes through an object's methods and attributes, and the functions that they use. `looks`: whether it may look at
     a model. `names`: the names that its code uses."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.looks, self.names, self._seen = False, set[str](), dict[int, Any]()
         self._of(value)
 
-    def _of(self, value: Any) -> None:
+    def _of(self, value: object) -> None:
         if value is None or isinstance(value, str | bytes | int | float | types.ModuleType) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -521,7 +523,7 @@ class _Walk:
         for value in values:
             self._of(value)
 
-    def _of_object(self, value: Any) -> None:
+    def _of_object(self, value: object) -> None:
         cls = value if isinstance(value, type) else type(value)
         if _package(cls) in _LIBRARIES:
             return

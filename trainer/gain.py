@@ -88,8 +88,8 @@ def measure_gain(trainer: "SwitchedMixin", steps: int = 5) -> MeasuredGain | Non
             "no single strategy is known to hold every row, so there is nothing to compare with",
             fix="hotspa_calibration=measure finds out which of them fit",
         )
-    if trainer._hotspa_model is not None:
-        trainer._hotspa_model.refresh()
+    if trainer._hotspa.model is not None:
+        trainer._hotspa.model.refresh()
     with as_built(bare_model(trainer.model)[0]):
         engine = _engine(trainer, sides)
     seconds, differences = _take_turns(engine, sides, _first_mini_batches(trainer, engine, hot, steps), steps, trainer)
@@ -106,7 +106,7 @@ def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Sid
     """The rows of the first mini-batches of the run; fewer than `steps` if an epoch has fewer. Collective."""
     longest, shape = max(bucket.longest for bucket in hot.buckets), engine.description.shape
     loader, rules = trainer.get_train_dataloader(), _rules(trainer)
-    trainer._hotspa_rows.take_longest(longest)
+    trainer._hotspa.rows.take_longest(longest)
     accumulation: int = vars(trainer.args)["gradient_accumulation_steps"]
     exchange, mini_batches, state = Exchange(engine.agreement, engine.world_size), list[Documents](), random_state()
 
@@ -129,13 +129,13 @@ def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Sid
     return mini_batches
 
 
-def _rules(trainer: Any) -> RowRules:
-    loss = trainer._hotspa_loss
+def _rules(trainer: "SwitchedMixin") -> RowRules:
+    loss = trainer._hotspa.loss
     return RowRules(columns=loss.columns if loss is not None else ())
 
 
 def _take_turns(
-    engine: HotSPaEngine, sides: Sequence[Side], batches: Sequence[Documents], steps: int, trainer: Any
+    engine: HotSPaEngine, sides: Sequence[Side], batches: Sequence[Documents], steps: int, trainer: "SwitchedMixin"
 ) -> tuple[dict[str, list[float]], list[float]]:
     """The seconds of each side by name, switching first, and the relative difference of losses, over mini-batches
     (repeated if fewer than `steps`) after an untimed one. Collective."""
@@ -174,7 +174,7 @@ def _take_turns(
 
 def _switching(trainer: "SwitchedMixin") -> Side:
     """The strategies of the run; under `auto` each mini-batch chooses as the run's next one would."""
-    plan = trainer._hotspa_watchers.plan
+    plan = trainer._hotspa.watchers.plan
     if not trainer.args.hotspa_auto:
         return Side(SWITCHING, given_buckets(trainer.args, trainer.model))
     if (chooser := plan.chooser) is None:
@@ -185,7 +185,7 @@ def _switching(trainer: "SwitchedMixin") -> Side:
 
 def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:
     """The single strategies that fit by a time model and a memory model, or the run's buckets that hold every row."""
-    singles = trainer._hotspa_watchers.plan.singles()
+    singles = trainer._hotspa.watchers.plan.singles()
     if singles.fitting:
         return singles
     longest = max(bucket.longest for bucket in hot.buckets)
@@ -196,7 +196,7 @@ def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:
 def _engine(trainer: "SwitchedMixin", sides: Sequence[Side]) -> HotSPaEngine:
     strategies = dict.fromkeys(bucket.strategy for side in sides for bucket in side.buckets)
     buckets = [Bucket(s, s.cp, s.cp) for s in strategies]  # mini-batches bring their buckets; cp needs a token per rank
-    weights = None if has_weights(trainer.model) else trainer._hotspa_source.folder
+    weights = None if has_weights(trainer.model) else trainer._hotspa.source.folder
     measured = trainer.engine.description.vector.measured if trainer.engine is not None else None
-    options = engine_options(trainer.args, trainer._hotspa_loss, measured, trainer._hotspa_watchers.plan.time)
+    options = engine_options(trainer.args, trainer._hotspa.loss, measured, trainer._hotspa.watchers.plan.time)
     return HotSPaEngine(trainer.model, buckets, options, weights=weights, device=trainer.args.device)

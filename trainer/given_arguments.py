@@ -331,7 +331,7 @@ def check_values(args: Any, kind: type | None = None) -> None:
         _refuse_unknown_flags(args)
 
 
-def _refuse_unknown_flags(args: Any) -> None:
+def _refuse_unknown_flags(args: object) -> None:
     """Rejects fields and attributes that look like flags of ours: of a user's class, or set on the object."""
     ours, others = {*flags_of(type(args))}, set(vars(args))
     for cls in type(args).__mro__:
@@ -510,7 +510,7 @@ def _its_trainer(kind: type) -> str:
     return f"from hf_hotspa.trl import {stem}Config, {stem}Trainer"
 
 
-def _asks(name: str, value: Any, kinds: Collection[str]) -> bool:
+def _asks(name: str, value: object, kinds: Collection[str]) -> bool:
     """Whether the value of a field asks for something that rows of these kinds would not get here."""
     if name in _CHANGE_NO_NUMBER:
         return False

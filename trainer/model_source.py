@@ -10,7 +10,6 @@ import os
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError, UnsupportedError
+from hf_hotspa.exchanges import without_effect
 from hf_hotspa.features.lora.adapters import folder_of, save_config
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.packed_layer import packed_layers
@@ -50,7 +50,7 @@ class ModelSource:
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
-    def opened(self, model: Any, has_model_init: bool, agreement: Agreement) -> Any:
+    def opened(self, model: object, has_model_init: bool, agreement: Agreement) -> Any:
         """The model of the Trainer: opened from a folder, without weights, or the given one. Collective."""
         path = self._args.hotspa_model_path
         if path is None and not isinstance(model, str | Path | PreTrainedConfig):
@@ -69,7 +69,7 @@ class ModelSource:
 
         return agreement.run("opening the model", opened)
 
-    def _named(self, model: Any, has_model_init: bool) -> tuple[Path, PreTrainedConfig | None]:
+    def _named(self, model: object, has_model_init: bool) -> tuple[Path, PreTrainedConfig | None]:
         path = self._args.hotspa_model_path
         config = model if isinstance(model, PreTrainedConfig) else None
         if path is None and config is not None:
@@ -129,7 +129,7 @@ class ModelSource:
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
-    def save(self, model: PreTrainedModel, engine: HotSPaEngine, target: Path, tokenizer: Any) -> None:
+    def save(self, model: PreTrainedModel, engine: HotSPaEngine, target: Path, tokenizer: object) -> None:
         """Writes a model without weights from the master store, one segment in memory at a time. Collective. Raises
         `CheckpointError` on every rank if it cannot be written."""
         adapted = is_wrapped(model)
@@ -188,7 +188,7 @@ SideFiles = dict[str, Callable[[Path], object]]
 """Files beside weights, by their names in messages: each writes itself into a folder."""
 
 
-def side_files(model: PreTrainedModel, tokenizer: Any) -> SideFiles:
+def side_files(model: PreTrainedModel, tokenizer: object) -> SideFiles:
     """Config, generation config and tokenizer (if any), as transformers writes them; for an adapter, its config."""
     files: SideFiles = {}
     if is_wrapped(model):
@@ -253,7 +253,7 @@ def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] 
             except Exception as failure:
                 if may_pass(failure, target):
                     raise
-                with _without_configs(model):
+                with without_effect(_configs(model), "save_pretrained"):
                     model.save_pretrained(target, state_dict=state_dict)
                 write_beside(side_files(model, None), target)
         write_beside(beside, target)
@@ -263,18 +263,7 @@ def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] 
         raise model_not_saved(target, failure) from failure
 
 
-@contextmanager
-def _without_configs(model: Any) -> Iterator[None]:
+def _configs(model: Any) -> set[type]:
+    """The classes of a model's configs."""
     configs = [*getattr(model, "peft_config", {}).values(), model.config, getattr(model, "generation_config", None)]
-    kinds: set[Any] = {type(config) for config in configs if config is not None}
-    own = {kind: vars(kind).get("save_pretrained") for kind in kinds}
-    for kind in kinds:
-        kind.save_pretrained = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        for kind, method in own.items():
-            if method is None:
-                del kind.save_pretrained
-            else:
-                kind.save_pretrained = method
+    return {type(config) for config in configs if config is not None}

@@ -5,9 +5,7 @@ on the cut, hence on the number of ranks; such an optimizer raises an error. Blo
 optimizers that scale or quantize by block run if a feature knows their library (`engine.optimizer_states`).
 """
 
-import logging
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -17,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_hotspa.checkpoint.tensors import CPU_ADAM, Share, optimizer_to_json
@@ -29,11 +25,6 @@ from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.parallel.wrapped_model import bare_model
-from hf_hotspa.trainer.cpu_adam import cpu_adam_class, load_cpu_adam
-from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
-from hf_hotspa.trainer.described import text_of
-from hf_hotspa.trainer.step_hooks import attached, check_attached
-from hf_hotspa.versions import version_of
 
 ELEMENTWISE_OPTIMIZERS = (  # the values of `--optim` that are elementwise and need no further package or device
     OptimizerNames.ADAMW_TORCH,
@@ -53,7 +44,7 @@ _REASONS = {
 }  # fmt: skip
 
 
-def _library_of(kind: type) -> str | None:
+def library_of(kind: type) -> str | None:
     library: str | None = states_of(kind).library_of(kind)
     return library
 
@@ -81,7 +72,7 @@ def check_elementwise(optimizer_class: Any, kwargs: dict[str, Any]) -> None:
     """Tries a user's optimizer class on small tensors, complete and as flat shares. Raises `UnsupportedError` if shares
     end up different from complete tensors, or it does not accept 1-D parameters; `HotspaConfigError` if it makes
     numbers that are not finite."""
-    if isinstance(optimizer_class, type) and _library_of(optimizer_class) is not None:
+    if isinstance(optimizer_class, type) and library_of(optimizer_class) is not None:
         return  # its objects are checked before the first step
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     try:
@@ -101,7 +92,7 @@ def check_optimizer(
     name, met = type(optimizer).__name__, _Met(elsewhere or {})
     if name == CPU_ADAM:
         return  # ours; a copy would share the C++ object
-    if _library_of(type(optimizer)) is not None:
+    if library_of(type(optimizer)) is not None:
         states_of(type(optimizer)).check(optimizer)
         return
     _try_out(name, optimizer, met, shapes or {})
@@ -115,7 +106,7 @@ def check_optimizer(
         )
 
 
-def _integers(value: Any, depth: int = 4) -> set[int]:
+def _integers(value: object, depth: int = 4) -> set[int]:
     """The integers in nested containers: ids of parameters are among them."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
@@ -131,7 +122,7 @@ class _Met(dict[int, Any]):
         super().__init__()
         self.watched, self.names = watched, list[str]()
 
-    def get(self, key: int, default: Any = None) -> Any:
+    def get(self, key: int, default: object = None) -> Any:
         if key in self.watched:
             self.names.append(self.watched[key])
             return None
@@ -307,7 +298,7 @@ def _names(engine: HotSPaEngine, model: nn.Module) -> dict[int, str]:
     return {id(parameter): known[name] for name, parameter in named if name in known}
 
 
-def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: bool = False) -> bool:
+def take_over(optimizer: object, engine: HotSPaEngine, model: nn.Module, saved: bool = False) -> bool:
     """Replaces the model's parameters by this rank's shares; False if all are shares already. Not collective.
     `optimizer`: may be in accelerate's wrapper; changed in place, the same on all ranks. `saved`: whether checkpoints
     will hold its state and options. Raises `UnsupportedError` if it cannot be honoured; the optimizer is unchanged."""
@@ -318,25 +309,7 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     names = _names(engine, model)
     idle = {id(p) for p in other_half(bare_model(model)[0]).values()}  # these have no gradient, so no step moves them
     given = [p for p in parameters if id(p) not in idle]
-    kind = type(bare).__name__
-    foreign = [tuple(p.shape) for p in given if id(p) not in own and id(p) not in names]
-    if foreign:
-        raise UnsupportedError(
-            f"{len(foreign)} of the {len(given)} parameters of the optimizer {kind} are not the model's, the first of "
-            f"shape {foreign[0]}",
-            why="they would not be trained",
-            fix=_FIX,
-        )
-    moved = {id(p): shares[names[id(p)]] for p in given if id(p) in names}
-    _refuse_thawed(
-        [names[id(p)] for p in given if id(p) in moved and p.requires_grad and not moved[id(p)].requires_grad]
-    )
-    after = [moved.get(id(p), p) for p in given]
-    if not any(share.requires_grad for share in after):
-        what = f"the optimizer {kind} has none of the parameters that are trained"
-        raise UnsupportedError(what, why="nothing would be trained", fix=_FIX)
-    if len({id(share) for share in after}) < len(after):
-        raise UnsupportedError(f"the optimizer {kind} has a parameter twice", fix=_FIX)
+    moved = _moved(type(bare).__name__, given, own, names, shares)
     of_kind, shares = states_of(type(bare)), engine.master.shares
     overrides = of_kind.overrides_of(bare)
     for p in given:
@@ -360,6 +333,32 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     return True
 
 
+def _moved(
+    kind: str, given: list[nn.Parameter], own: set[int], names: dict[int, str], shares: Mapping[str, nn.Parameter]
+) -> dict[int, nn.Parameter]:
+    """The share of each parameter of the model that an optimizer (`kind`) was given. Raises `UnsupportedError`: others are
+    among them, none is trained, or one is there twice."""
+    foreign = [tuple(p.shape) for p in given if id(p) not in own and id(p) not in names]
+    if foreign:
+        raise UnsupportedError(
+            f"{len(foreign)} of the {len(given)} parameters of the optimizer {kind} are not the model's, the first of "
+            f"shape {foreign[0]}",
+            why="they would not be trained",
+            fix=_FIX,
+        )
+    moved = {id(p): shares[names[id(p)]] for p in given if id(p) in names}
+    _refuse_thawed(
+        [names[id(p)] for p in given if id(p) in moved and p.requires_grad and not moved[id(p)].requires_grad]
+    )
+    after = [moved.get(id(p), p) for p in given]
+    if not any(share.requires_grad for share in after):
+        what = f"the optimizer {kind} has none of the parameters that are trained"
+        raise UnsupportedError(what, why="nothing would be trained", fix=_FIX)
+    if len({id(share) for share in after}) < len(after):
+        raise UnsupportedError(f"the optimizer {kind} has a parameter twice", fix=_FIX)
+    return moved
+
+
 def _refuse_thawed(names: list[str]) -> None:
     if names:
         raise UnsupportedError(
@@ -371,7 +370,7 @@ def _refuse_thawed(names: list[str]) -> None:
 
 def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
     """The state of a parameter, cut to this rank's share."""
-    if _library_of(type(optimizer)) is not None:
+    if library_of(type(optimizer)) is not None:
         return dict(states_of(type(optimizer)).cut_state(optimizer, state, share))
     cut, (spec, start, stop, *_) = {}, share
     for key, value in state.items():
@@ -388,7 +387,7 @@ def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
     return cut
 
 
-def release(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
+def release(optimizer: object, engine: HotSPaEngine, model: nn.Module) -> None:
     """Replaces the shares by the model's parameters; the state stays this rank's share, for `take_over`."""
     bare, parameters = bare_optimizer(optimizer), dict(model.named_parameters())
     states_of(type(bare)).disown(bare)
@@ -397,172 +396,3 @@ def release(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
         group["params"][:] = [back.get(id(p), p) for p in group["params"]]
     for share in [p for p in bare.state if id(p) in back]:
         bare.state[back[id(share)]] = bare.state.pop(share)
-
-
-def _places(engine: HotSPaEngine) -> dict[str, Any]:
-    """What this rank's share of each trained parameter is."""
-    shares, dtype = engine.master.shares, engine.description.compute_dtype
-    return {
-        name: (tuple(spec.shape), dtype, spec.shard_dim, start, stop)
-        for name in engine.master.trained
-        for spec, start, stop, *_ in [shares[name]]
-    }
-
-
-logger = logging.getLogger(__name__)
-
-_CPU_ADAM_TAKES = ("lr", "betas", "eps", "weight_decay")
-
-
-class DeepSpeedLR(LRScheduler):
-    """The learning rates of a DeepSpeed scheduler, which are the same for all groups."""
-
-    def __init__(self, optimizer: Optimizer, schedule: DeepSpeedSchedule) -> None:
-        self.schedule = schedule
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float | torch.Tensor]:
-        return [self.schedule.rate(self.last_epoch) for _ in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position; the rates themselves come from the config."""
-        return {key: value for key, value in super().state_dict().items() if key != "schedule"}
-
-
-class MasterOptimizer:
-    """A trainer's `optimizer` (and `lr_scheduler`) on this rank's shares of the weights."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.watched: weakref.ref[Optimizer] | None = None  # the optimizer that this engine took over last
-        self._made: weakref.ref[Optimizer] | None = None  # from the arguments
-        self._attached = list[Any]()  # and elementwise
-        self._left: tuple[weakref.ref[Optimizer], dict[str, Any]] | None = None  # by a closed engine, and its shares
-
-    def made(self, optimizer: Any) -> Any:
-        """Remembers the optimizer that was made from the arguments: it ends with the engine."""
-        self._made = weakref.ref(optimizer)
-        return optimizer
-
-    def let_go(self, restarts: bool) -> None:
-        """Called before the engine is closed. The optimizer is kept, as with the stock Trainer, if a new engine is
-        about to start or the user gave it; otherwise its memory is freed with the engine's. Not collective."""
-        trainer, optimizer, watched = self._trainer, self._trainer.optimizer, self.watched
-        self.watched = None
-        if optimizer is None:
-            return
-        if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
-            release(optimizer, trainer.engine, trainer._hotspa_model.module)
-            if watched is not None and watched() is bare_optimizer(optimizer):
-                self._left = watched, _places(trainer.engine)
-        else:
-            trainer.optimizer = trainer.lr_scheduler = None
-
-    def take_over(self) -> None:
-        """Puts the optimizer onto the master store. Collective; called before the first step."""
-
-        def taken_over() -> Optimizer:
-            optimizer: Optimizer | None = self._trainer.optimizer
-            if optimizer is None:
-                what, why = (
-                    "create_optimizer was overridden and sets no optimizer",
-                    "the Trainer ignores what it returns",
-                )
-                raise UnsupportedError(what, why=why, fix="set self.optimizer in it")
-            self.put_on_master_store(optimizer)
-            return optimizer
-
-        facts = lambda made: optimizer_facts(made, self._trainer.lr_scheduler)  # noqa: E731
-        self._trainer.engine.agreement.run("optimizer", taken_over, facts=facts)
-
-    def put_on_master_store(self, optimizer: Optimizer) -> None:
-        """Takes over an optimizer. Not collective; the same on all ranks."""
-        args = self._trainer.args
-        saved = args.save_strategy != SaveStrategy.NO and not args.save_only_model
-        library = _library_of(type(bare_optimizer(optimizer)))
-        if saved and library is not None and args.hotspa_stock_checkpoints:
-            raise UnsupportedError(
-                f"hotspa_stock_checkpoints with the optimizer {type(bare_optimizer(optimizer)).__name__} of {library}",
-                why="the master store has some weights transposed, so that other elements share a scale than in optimizer.pt",
-                fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights in transformers' format anyway",
-            )
-        bare, engine = bare_optimizer(optimizer), self._trainer.engine
-        if self._left is not None and self._left[0]() is bare and self._left[1] != _places(engine):
-            raise UnsupportedError(
-                f"the parameters of the model, or which are trained, have changed since the optimizer {type(bare).__name__} was used",
-                why="its groups and its state are of the earlier parameters: new ones would not be trained",
-                fix="make a new trainer for the changed model",
-            )
-        take_over(optimizer, engine, self._trainer.model, saved)
-        self.watched = weakref.ref(bare_optimizer(optimizer))
-        self._trainer.callback_handler.before_step = self.check_attached
-        # groups that are added during training have parameters of the model
-        self._trainer.switched.on_other_parameters = self._take_over_added
-
-    def check_attached(self) -> None:
-        """Checks what is attached to the optimizer: step hooks, a replaced `step`. Before each step. Raises
-        `UnsupportedError` if it would act on shares in another way than on complete weights."""
-        optimizer = self._trainer.optimizer
-        for when, function in attached(optimizer):
-            if not any(function == known for known in self._attached):
-                check_attached(optimizer, when, function)
-                self._attached.append(function)
-
-    def _take_over_added(self, optimizer: Optimizer) -> None:
-        if self.watched is not None and self.watched() is bare_optimizer(optimizer):
-            take_over(optimizer, self._trainer.engine, self._trainer.model)
-
-    def settings(self) -> dict[str, str]:
-        """The optimizer's settings, which may change at any time."""
-        return group_facts(self._trainer.optimizer) | {"max_grad_norm": text_of(self._trainer.args.max_grad_norm)}
-
-    def on_host(self, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """With the master store in host memory, uses DeepSpeed's CPU Adam for torch's AdamW, if all ranks have it."""
-        args, engine = self._trainer.args, self._trainer.engine
-        if args.hotspa_offload != "master" or kind is not torch.optim.AdamW:
-            return kind, options
-        reason = None
-        if any(p.dtype != torch.float32 for _, p in engine.named_parameters()):
-            reason = "it steps on fp32 weights only"
-        for first in (True, False):  # one process of a machine compiles, and the others use the result
-            if reason is None and (args.local_process_index == 0) == first:
-                reason = load_cpu_adam()
-            missing = engine.any_rank(reason is not None)
-            if missing:
-                break
-        if not missing:
-            return cpu_adam_class(), {key: options[key] for key in _CPU_ADAM_TAKES if key in options}
-        if args.process_index == 0:
-            logger.warning(
-                "hotspa_offload=master: the optimizer is torch's AdamW, which takes longer than DeepSpeed's CPU Adam: %s",
-                reason or "another rank does not have it",
-            )
-        return kind, options
-
-
-# -- what ranks agree on ----------------------------------------------------------------------------------------------
-
-
-def optimizer_facts(optimizer: Optimizer, scheduler: Any) -> dict[str, str]:
-    """Kind and settings of optimizer and scheduler."""
-    state = {} if scheduler is None else scheduler.state_dict() | {"functions": vars(scheduler).get("lr_lambdas")}
-    bare = bare_optimizer(optimizer)
-    kind, plain = type(bare), {k: v for k, v in vars(bare).items() if isinstance(v, bool | int | float | str)}
-    library = _library_of(kind)
-    return {
-        "the optimizer": text_of(kind) if library is None else f"{kind.__name__} of {library} {version_of(library)}",
-        "attributes of the optimizer": text_of(plain),
-        "the scheduler": type(scheduler).__name__,
-        **group_facts(optimizer),
-        **{f"{key} of the scheduler": text_of(value) for key, value in state.items()},
-    }
-
-
-def group_facts(optimizer: Optimizer) -> dict[str, str]:
-    """Rates, decays and all other settings of the parameter groups."""
-    return {
-        f"{key} of parameter group {number}": text_of(value)
-        for number, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key != "params"
-    }

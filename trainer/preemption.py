@@ -39,6 +39,7 @@ from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.errors import DataError, HotspaError, printable
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.trainer.protocol import HasRun
 from hf_hotspa.uncaught import interrupt_is_announced, signal_came
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def take_sigterm_from(callbacks: Iterable[Any]) -> None:
             manager._original_sigterm_handler = None  # else it would replace our handler when training ends
 
 
-def stop_where_told(trainer: Any, preemption: Preemption) -> None:
+def stop_where_told(trainer: HasRun, preemption: Preemption) -> None:
     """Saves and stops after a signal on any rank: sets the flags that the loop of the Trainer reads."""
     # called again at the end of the epoch, when everything is on disk already
     first, preemption.agreed = not preemption.agreed, True
@@ -133,7 +134,7 @@ def stop_where_told(trainer: Any, preemption: Preemption) -> None:
         logger.warning(
             "%s on rank %s: training stops after step %d; %s%s",
             preemption.name,
-            ", ".join(map(str, trainer.engine.stop_ranks)),
+            ", ".join(map(str, trainer.switched.engine.stop_ranks)),
             trainer.state.global_step,
             "train(resume_from_checkpoint=True) resumes from its checkpoint, and trainer.preempted is true for the script to test"
             if saves
@@ -142,7 +143,7 @@ def stop_where_told(trainer: Any, preemption: Preemption) -> None:
         )
 
 
-def say_interrupted(trainer: Any) -> None:
+def say_interrupted(trainer: HasRun) -> None:
     """After the second Ctrl-C: makes the report of the steps so far, and the main process logs how to resume."""
     if not trainer.is_world_process_zero():
         return
@@ -155,7 +156,7 @@ def say_interrupted(trainer: Any) -> None:
     interrupt_is_announced()
 
 
-def _where_the_report_is(trainer: Any) -> str:
+def _where_the_report_is(trainer: HasRun) -> str:
     pages = [callback.page for callback in trainer.callback_handler.every if isinstance(callback, ReportCallback)]
     return next((f"; the run in one page: {page}" for page in pages if page is not None), "")
 

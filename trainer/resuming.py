@@ -133,6 +133,26 @@ def next_pass(place: Mapping[str, Any], epoch: int, ended: bool = False) -> dict
     return {"epoch": epoch, "batches": 0, "read": read}
 
 
+@dataclasses.dataclass
+class Progress:
+    """Where a training is."""
+
+    is_ours: bool = False  # whether `train()` of ours is running
+    resumption: Resumption | StockCheckpoint | None = None
+    given_state: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # of `load_hotspa_state`, until an engine takes it
+    order: dict[str, Any] = dataclasses.field(default_factory=dict)  # `data_order`
+    place: dict[str, Any] = dataclasses.field(default_factory=lambda: next_pass({}, 0))
+    steps_of_pass: int = 1
+    pass_has_ended: bool = False  # one more batch was asked for than the pass had
+    saves_were_tried: bool = False
+    read_for: int = -1  # the step whose batches were read last
+    skips: bool = False  # whether the current mini-batch is skipped
+    loss: float = 0.0  # of the current mini-batch, if some may be skipped
+    written: Path | None = None  # the checkpoint, while overrides may add files to it
+
+
 def data_order(
     args: HotSPaTrainingArguments, mini_batch_size: int, table: SequenceTable | None, longest: int
 ) -> dict[str, Any]:
@@ -214,7 +234,7 @@ def keep_rows_a_step(resumption: Any, args: HotSPaTrainingArguments, dataset: An
     args.gradient_accumulation_steps = accumulation
 
 
-def _as_it_was(key: str, saved: Any, args: HotSPaTrainingArguments) -> str:
+def _as_it_was(key: str, saved: object, args: HotSPaTrainingArguments) -> str:
     """What to set so that the mini-batch has as many rows as before."""
     if key != "mini_batch_size" or not isinstance(saved, int):
         return "set it as it was"
@@ -225,7 +245,7 @@ def _as_it_was(key: str, saved: Any, args: HotSPaTrainingArguments) -> str:
     return f"set per_device_train_batch_size={of_batch}" if not rest else f"set hotspa_mini_batch_size={saved}"
 
 
-def _rows_of_pass(loader: Any, per_device: int) -> int | None:
+def _rows_of_pass(loader: object, per_device: int) -> int | None:
     """Rows that a pass trains, by the loader's sampler, which may repeat or leave out rows; None if unknown.
     `per_device`: rows of a batch that a process trains; a loader of TRL reads the rows of several."""
     batches = getattr(loader, "batch_sampler", None)

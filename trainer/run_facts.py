@@ -25,11 +25,12 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.seam import SYNCHRONOUS
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.given_arguments import flags_of
+from hf_hotspa.trainer.protocol import HasRun
 from hf_hotspa.trainer.run_plan import RunPlan
 from hf_hotspa.versions import LIBRARIES, version_of
 
 
-def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, plan: RunPlan) -> RunFacts:
+def run_facts(engine: HotSPaEngine, trainer: HasRun, table: SequenceTable | None, plan: RunPlan) -> RunFacts:
     """The facts of a run. `table`: the scan of the data set; None for a stream."""
     args, model = trainer.args, trainer.model
     overlap = engine.options.overlap(engine.device)
@@ -153,7 +154,7 @@ def peak_of_card(name: str, dtype: str) -> float | None:
     return peaks.pop() if len(peaks) == 1 else None
 
 
-def _flops(engine: HotSPaEngine, model: Any) -> ModelFlops | None:
+def _flops(engine: HotSPaEngine, model: object) -> ModelFlops | None:
     """The operations of the model; None if the speed of the device is unknown."""
     description = engine.description
     if engine.device.type != "cuda":

@@ -19,7 +19,7 @@ import os
 import random
 import types
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,13 @@ from torch import nn
 from transformers.trainer_utils import has_length
 
 from hf_hotspa.data.collator import is_stream
+from hf_hotspa.exchanges import set_class
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.wrapped_model import is_wrapped
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.described import Reader, digest_of, names_of_library, text_of
 from hf_hotspa.trainer.given_arguments import flags_of
+from hf_hotspa.trainer.protocol import HasRun
 from hf_hotspa.versions import library_facts
 
 logger = logging.getLogger(__name__)
@@ -51,14 +54,19 @@ _PROBED = 128  # how many rows of any other data set are read before training
 # -- data sets --------------------------------------------------------------------------------------------------------
 
 
-def _feed(hasher: Any, array: Any) -> None:
-    """Adds the values of an Arrow array to a hash, whatever its chunks, offsets and paddings are."""
+def _plain(array: Any) -> Any:
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    return array
+
+
+def _feed(hasher: Any, array: Any) -> None:
+    """Adds the values of an Arrow array to a hash, whatever its chunks, offsets and paddings are."""
+    array = _plain(array)
     kind, types = array.type, pa.types
     if array.null_count:
         hasher.update(np.packbits(np.asarray(array.is_null())).tobytes())
@@ -70,15 +78,18 @@ def _feed(hasher: Any, array: Any) -> None:
         hasher.update(np.asarray(compute.list_value_length(array).fill_null(-1), np.int64).tobytes())
         _feed(hasher, array.flatten())
     elif types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
-        whole = array.fill_null("" if "string" in str(kind) else b"").cast(pa.large_binary())
-        offsets = np.frombuffer(whole.buffers()[1], np.int64)[whole.offset : whole.offset + len(whole) + 1]
-        hasher.update((offsets - offsets[:1]).tobytes())
-        if len(whole) and offsets[-1] > offsets[0]:
-            hasher.update(memoryview(whole.buffers()[2])[int(offsets[0]) : int(offsets[-1])])
+        _feed_texts(hasher, array.fill_null("" if "string" in str(kind) else b"").cast(pa.large_binary()))
     elif types.is_integer(kind) or types.is_floating(kind):
         hasher.update(np.ascontiguousarray(np.asarray(array.fill_null(0))).tobytes())
     elif not types.is_null(kind):
         hasher.update(repr(array.to_pylist()).encode())
+
+
+def _feed_texts(hasher: "hashlib.blake2b", whole: Any) -> None:
+    offsets = np.frombuffer(whole.buffers()[1], np.int64)[whole.offset : whole.offset + len(whole) + 1]
+    hasher.update((offsets - offsets[:1]).tobytes())
+    if len(whole) and offsets[-1] > offsets[0]:
+        hasher.update(memoryview(whole.buffers()[2])[int(offsets[0]) : int(offsets[-1])])
 
 
 def _table_facts(name: str, table: Any) -> dict[str, str]:
@@ -110,7 +121,7 @@ def _places(size: int, most: int) -> list[int]:
     return sorted({0, size - 1, *random.Random(size).sample(range(size), most - 2)})
 
 
-def _is_whole(dataset: Any) -> bool:
+def _is_whole(dataset: object) -> bool:
     """Whether all rows are compared before training, and cannot change later."""
     return isinstance(dataset, datasets.Dataset) and dataset.data.nbytes <= _MOST_BYTES
 
@@ -227,7 +238,7 @@ class Probe:
 _GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 
 
-def _copied(dataset: Any) -> Any:
+def _copied(dataset: object) -> Any:
     """A copy whose attributes can be changed without a change of the original's. Raises `ValueError` if it holds a
     random generator."""
     copied = copy.copy(dataset)
@@ -269,7 +280,7 @@ class RowOrder:
         self._probe: Probe | None = None
         self.watches = False  # whether ranks read parts of one order
 
-    def watch(self, loader: Any, dataset: Any) -> None:
+    def watch(self, loader: object, dataset: object) -> None:
         """Notes the order of a loader, of which each rank reads its part."""
         self.watches = False
         if not isinstance(loader, DataLoaderShard) or is_stream(dataset):
@@ -281,7 +292,7 @@ class RowOrder:
         kind: Any = type(sampler)
         if not hasattr(sampler, "_hotspa_order"):
             try:
-                sampler.__class__ = _recorded(kind)
+                set_class(sampler, _recorded(kind), "sampler")
             except TypeError:  # a list, a range, or no sampler
                 return
         sampler._hotspa_order, self.watches = self, True
@@ -374,7 +385,7 @@ def process_facts() -> dict[str, str]:
     return named | {name: text_of(value) for name, value in settings.items()}
 
 
-def _libraries(trainer: Any, given: Mapping[str, Any]) -> list[str]:
+def _libraries(trainer: HasRun, given: Mapping[str, Any]) -> list[str]:
     """The libraries that this trainer uses beside the usual ones."""
     args, model = trainer.args, given.get("model")
     optim = str(getattr(args.optim, "value", args.optim))
@@ -392,13 +403,13 @@ def _libraries(trainer: Any, given: Mapping[str, Any]) -> list[str]:
 class SameRun:
     """Reads what this rank compares for a trainer. Nothing is read on one rank."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self._rows = trainer, KnownRows()
+    def __init__(self, trainer: HasRun, agreement: Callable[[], Agreement]) -> None:
+        self._trainer, self._agreement, self._rows = trainer, agreement, KnownRows()
         self._names, self._has_trained = frozenset[str](), False
 
     @property
     def _is_alone(self) -> bool:
-        return self._trainer._hotspa_ranks.agreement().group is None
+        return self._agreement().group is None
 
     def given_facts(self, given: Mapping[str, Any]) -> dict[str, str]:
         """What a constructor was given, by name; and the process."""
@@ -419,8 +430,8 @@ class SameRun:
             logger.info("Ranks compare only the classes of: %s", ", ".join(sorted(set(reader.unread))))
         return facts
 
-    def training_facts(self, checkpoint: Any) -> dict[str, str]:
-        """What decides a training, when it starts; `checkpoint`: where it resumes."""
+    def training_facts(self, checkpoint: object, reference: object) -> dict[str, str]:
+        """What decides a training, when it starts; `checkpoint`: where it resumes; `reference`: its reference model."""
         if self._is_alone:
             return {}
         trainer, facts = self._trainer, argument_facts(self._trainer.args)
@@ -430,13 +441,12 @@ class SameRun:
         for name, dataset in data.items():
             facts |= self._rows.facts(name, dataset, reads=True)
         self._rows.keep(data.values())
-        reference = vars(trainer).get("_hotspa_reference")
         if isinstance(reference, nn.Module):
             facts["reference model"] = text_of(reference)
         self._has_trained = True
         return facts
 
-    def evaluation_facts(self, dataset: Any) -> dict[str, str]:
+    def evaluation_facts(self, dataset: object) -> dict[str, str]:
         """What decides an evaluation of a data set."""
         trainer = self._trainer
         if self._is_alone:

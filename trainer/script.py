@@ -33,7 +33,7 @@ MORE = "All flags of transformers' TrainingArguments work, too: --learning_rate,
 class FlagParser(HfArgumentParser):
     """Reads data classes. An unknown flag ends the program, with the nearest known name."""
 
-    def __init__(self, dataclass_types: Iterable[Any], everything: bool = False, **options: Any) -> None:
+    def __init__(self, dataclass_types: Iterable[Any], everything: bool = False, **options: object) -> None:
         kinds = list(dataclass_types)
         super().__init__(kinds, **{"epilog": MORE, **options})
         inherited = {name for name in HotSPaTrainingArguments.__dataclass_fields__ if not name.startswith("hotspa_")}
@@ -47,7 +47,7 @@ class FlagParser(HfArgumentParser):
         print(printable(f"{self.prog}: error: {message}"), file=sys.stderr)
         sys.exit(2)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Any:  # type: ignore[override]
         """As `ArgumentParser.parse_args`; an unknown flag ends the program with code 2."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -112,7 +112,7 @@ class Settings:
     args: HotSPaTrainingArguments
 
 
-def parser_of(kind: type[ScriptArguments] = ScriptArguments, everything: bool = False, **options: Any) -> FlagParser:
+def parser_of(kind: type[ScriptArguments] = ScriptArguments, everything: bool = False, **options: object) -> FlagParser:
     """The parser of `kind` and `HotSPaTrainingArguments`; with `everything`, its help lists `TrainingArguments`, too."""
     return FlagParser((kind, HotSPaTrainingArguments), everything, **options)
 
@@ -227,7 +227,7 @@ def _not_there(what: str, name: str, error: Exception) -> ModelError:
     )
 
 
-def _open_config(path: Path | str | None, **options: Any) -> PreTrainedConfig:
+def _open_config(path: Path | str | None, **options: object) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
@@ -246,7 +246,7 @@ def _tokenizer(script: Any) -> Any:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any]:
+def load_data(script: object, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any]:
     """The tokenizer, the rows to train, and the rows to evaluate (None without).
 
     The main process of each node makes the caches, the others read them. Collective; all raise an error of one.
@@ -262,7 +262,7 @@ def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any
     return Ranks(args).agreement().run("reading the data", load)
 
 
-def make_model(script: Any, args: HotSPaTrainingArguments) -> Any:
+def make_model(script: object, args: HotSPaTrainingArguments) -> Any:
     """The model: a config if each process reads its share of the weights, else a model with weights, equal on all
     processes. Collective; all raise an error of one."""
     return Ranks(args).agreement().run("making the model", lambda: _model(script, args))

@@ -47,7 +47,7 @@ class _Scalars(TorchDispatchMode):
         return out
 
 
-def attached(optimizer: Any) -> Iterator[tuple[str, Any]]:
+def attached(optimizer: object) -> Iterator[tuple[str, Any]]:
     """What users attached to an optimizer, perhaps in accelerate's wrapper: `before`, `after`, `step` or `inner step`
     (in the wrapper), and the function."""
     bare = bare_optimizer(optimizer)
@@ -70,12 +70,12 @@ def attached(optimizer: Any) -> Iterator[tuple[str, Any]]:
             yield when, step
 
 
-def _is_library(function: Any) -> bool:
+def _is_library(function: object) -> bool:
     function = getattr(function, "func", function)
     return (getattr(function, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
-def _of_scheduler(function: Any) -> bool:
+def _of_scheduler(function: object) -> bool:
     code = getattr(function, "__code__", None)  # `functools.wraps` copies all else
     return code is not None and code.co_filename == lr_scheduler.__file__
 
@@ -90,7 +90,7 @@ def _cells(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, function.__closure__ or (), strict=True)}
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """The name of a hook, for messages."""
     function = getattr(function, "func", function)
     return getattr(function, "__qualname__", None) or type(function).__name__
@@ -103,11 +103,11 @@ class _Unknown(Exception):
 class _Copies:
     """Copies of functions that use another optimizer, whose `step` does nothing in them."""
 
-    def __init__(self, optimizer: Any, tried: Optimizer) -> None:
+    def __init__(self, optimizer: object, tried: Optimizer) -> None:
         self._own = {id(optimizer), id(bare_optimizer(optimizer))}
         self._tried, self._made = tried, dict[int, Any]()
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: object) -> Any:
         if id(value) in self._own:
             return self._tried
         if isinstance(value, nn.Module | Tensor) or hasattr(value, "callback_handler"):
@@ -131,7 +131,7 @@ class _Copies:
     def _all(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
         return {key: self.of(value) for key, value in values.items()}
 
-    def _object(self, value: Any) -> Any:
+    def _object(self, value: object) -> Any:
         if isinstance(value, type(torch)):
             return value
         if not hasattr(value, "__dict__"):
@@ -158,7 +158,7 @@ class _Copies:
         return made
 
 
-def check_attached(optimizer: Any, when: str, function: Any) -> None:
+def check_attached(optimizer: object, when: str, function: object) -> None:
     """Tries a copy of what is attached to an optimizer. Raises `UnsupportedError` if it is not elementwise, or that
     cannot be shown; names it."""
     kind = "a replaced step" if "step" in when else f"a step {'pre' if when == 'before' else 'post'} hook"
@@ -191,7 +191,7 @@ def _cut(share: int | None) -> slice:
     return slice(None) if share is None else slice(0, _FIRST) if share == 0 else slice(_FIRST, None)
 
 
-def _trial(optimizer: Any, when: str, function: Any, share: int | None) -> tuple[list[Tensor], list[float]]:
+def _trial(optimizer: object, when: str, function: object, share: int | None) -> tuple[list[Tensor], list[float]]:
     """Weights and gradients after some calls, and the numbers that were read."""
     bare = bare_optimizer(optimizer)
     made = list[list[nn.Parameter]]()

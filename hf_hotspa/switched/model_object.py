@@ -27,6 +27,7 @@ from hf_hotspa.checkpoint.tensors import copy_buffers
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.errors import HotspaError, UnsupportedError
+from hf_hotspa.exchanges import set_class
 from hf_hotspa.model.model_check import Facts, changed_facts, check_hooks, deciding_values, module_facts, weights_digest
 from hf_hotspa.model.model_kind import of_text, text_base
 from hf_hotspa.model.options import EngineOptions
@@ -513,7 +514,7 @@ def guard(model: nn.Module) -> None:
     """Makes the values of the trained parameters unreadable."""
     for parameter in model.parameters():
         if parameter.requires_grad and not hasattr(type(parameter), "_true_class"):
-            parameter.__class__ = _guarded(type(parameter))  # type: ignore[arg-type]
+            set_class(parameter, _guarded(type(parameter)), "parameter")  # type: ignore[arg-type]
 
 
 def release(model: nn.Module) -> None:
@@ -521,7 +522,7 @@ def release(model: nn.Module) -> None:
     for parameter in model.parameters():
         kind = getattr(type(parameter), "_true_class", None)
         if kind is not None:
-            parameter.__class__ = kind
+            set_class(parameter, kind, "parameter")
 
 
 @contextmanager

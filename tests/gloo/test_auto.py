@@ -111,7 +111,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
     with exact_in_double(dtype):
         trainer.train(resume_from_checkpoint=resume)
     state = json.loads(json.dumps(trainer.hotspa_state()))
-    refits = [str(refit) for refit in trainer._hotspa_watchers.plan.refits]
+    refits = [str(refit) for refit in trainer._hotspa.watchers.plan.refits]
     logs = trainer.state.log_history
     trainer.close_engine()
     return losses, phases, state, refits, logs
@@ -294,7 +294,7 @@ def sampled_runs(rank, world_size, folder, calibration, names):
         with exact_in_double(dtype):
             trainer.train()
         norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
-        pool = [bucket.longest for bucket in trainer._hotspa_watchers.plan.plan.pool] if own else None
+        pool = [bucket.longest for bucket in trainer._hotspa.watchers.plan.plan.pool] if own else None
         if own:
             trainer.close_engine()
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -505,7 +505,7 @@ def measured_run(rank, world_size, folder):
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=data_of(1, model.config.vocab_size))
     trainer.train()
     first = trainer.engine
-    assert first.description.vector.measured == trainer._hotspa_watchers.plan.stage_costs
+    assert first.description.vector.measured == trainer._hotspa.watchers.plan.stage_costs
     assert (first.description.vector.measured is not None) == (world_size > 1)  # stages are cut by seconds
     trainer.train()  # goes on with what is there
     assert trainer.engine is first

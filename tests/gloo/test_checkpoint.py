@@ -154,14 +154,14 @@ def refuse_steps(trainer, steps):
             if change == "create" and any(f".tmp-checkpoint-{step}-" in str(path) for step in steps):
                 refuse(change, path)
 
-    original = trainer._hotspa_checkpoints.into
+    original = trainer._hotspa.checkpoints.into
 
     def writer(*args):
         found = original(*args)
         found.folder.disk = Full()
         return found
 
-    trainer._hotspa_checkpoints.into = writer
+    trainer._hotspa.checkpoints.into = writer
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -379,9 +379,9 @@ def auto_pool(rank, world, folder):
         for strategy, tokens in failed.items() if rank == 1 else ():
             record(folder, OutOfMemory(1, 3, "compute", strategy, tokens, 2, 1, 1, "no memory"))
         trainer = make_trainer(folder, world, hotspa_strategies="auto", max_steps=1, save_strategy="no")
-        trainer._hotspa_ranks.agreement().barrier()
+        trainer._hotspa.ranks.agreement().barrier()
         train(trainer)
-        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._hotspa_watchers.plan.plan.pool})
+        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._hotspa.watchers.plan.plan.pool})
     return pools
 
 

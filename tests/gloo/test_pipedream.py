@@ -352,7 +352,7 @@ def train_without_steps(trainer: Any, checkpoint: Any) -> dict[int, float]:
     """Loads a checkpoint and saves it again."""
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer._save_checkpoint(None, None)
-    trainer._hotspa_checkpoints.close()
+    trainer._hotspa.checkpoints.close()
     trainer.close_engine()
     return {}
 

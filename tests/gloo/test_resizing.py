@@ -114,7 +114,7 @@ def runs_of(rank, world_size, runs):
             trainer.add_callback(decisions)
             losses = train(trainer, resume)
         logger.removeHandler(handler)
-        watch = settings(trainer._hotspa_watchers.parts, DeviceWatch)
+        watch = settings(trainer._hotspa.watchers.parts, DeviceWatch)
         giving = watch._step_time.giving if watch is not None else None
         state = giving.state_dict() if giving is not None else {}
         found.append((losses, decisions.left_out, decisions.shares, said, state))

@@ -175,7 +175,7 @@ def train_without_steps(trainer, checkpoint):
     trainer.train(resume_from_checkpoint=checkpoint)
     assert trainer.state.global_step == trainer.state.max_steps
     trainer._save_checkpoint(None, None)
-    trainer._hotspa_checkpoints.close()
+    trainer._hotspa.checkpoints.close()
     return train_losses(trainer)
 
 

@@ -465,7 +465,7 @@ def test_the_order_is_the_stock_trainers(tmp_path, seeds):
     trainer = make_trainer(str(tmp_path), 1, rows=ByRow(), hotspa_mini_batch_size=5, **seeds)
     loader, ours = trainer.get_train_dataloader(), []
     for epoch in range(2):
-        trainer._hotspa_rows.sampler.set_epoch(epoch)
+        trainer._hotspa.rows.sampler.set_epoch(epoch)
         ours += [batch["input_ids"][:, 0].tolist() for batch in loader]
     assert len(ours) == 10
     assert ours == stock.model.batches

@@ -64,9 +64,9 @@ def test_metrics_beside_the_logits_of_routers_are_left_to_the_stock_trainer(tmp_
     )  # fmt: skip
     args = HotSPaTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     switched = HotSPaTrainer(MixtralForCausalLM(config), args)
-    assert switched._hotspa_refusal is None
+    assert switched._hotspa.backing.reason is None
     trainer = HotSPaTrainer(MixtralForCausalLM(config), args, compute_metrics=lambda found: {})
-    assert "output_router_logits" in str(trainer._hotspa_refusal)
+    assert "output_router_logits" in str(trainer._hotspa.backing.reason)
 
 
 @pytest.mark.parametrize("case", ["classes", "hook", "optimizer", "parametrized"])

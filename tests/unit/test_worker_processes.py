@@ -145,7 +145,7 @@ def test_the_loaders_of_a_trainer_have_such_workers(tmp_path):
         (loader, 0),
         (skip_first_batches(loader, 2), 2),
     ):  # the second is what a resumed run trains on
-        trainer._hotspa_rows.sampler.set_epoch(0)  # else the order is that of another pass
+        trainer._hotspa.rows.sampler.set_epoch(0)  # else the order is that of another pass
         iterator = iter(made.base_dataloader)
         tell_from_outside(*(worker.pid for worker in iterator._workers))
         assert batches(iterator) == expected[skipped:]

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from hf_hotspa.engine.master import MasterShare, MasterStore
 from hf_hotspa.engine.optimizer_states import Stored
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.exchanges import set_class
 from hf_hotspa.features.low_bit_optimizers.terms import LOW_BIT_STATES
 from hf_hotspa.layout.placement import MASTER_ALIGNMENT
 from hf_hotspa.model.replica import to_storage
@@ -172,7 +173,7 @@ def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str,
     check(optimizer)
     if not _is_ours(type(optimizer)):
         kind: Any = type(optimizer)
-        optimizer.__class__ = _on_shares(kind)
+        set_class(optimizer, _on_shares(kind), "optimizer")
         if library_of(kind) == TORCHAO and master.rank == 0:
             _report_compilation(optimizer)
     optimizer.wholes = {id(p): master.shares[name].spec.numel for name, p in master.parameters.items()}
@@ -204,7 +205,7 @@ def _report_compilation(optimizer: Optimizer) -> None:
 def disown(optimizer: Any) -> None:
     """Undoes `adopt`: the optimizer continues with parameters that are not shares."""
     if _is_ours(type(optimizer)):
-        optimizer.__class__ = type(optimizer).__base__
+        set_class(optimizer, type(optimizer).__bases__[0], "optimizer")
         del optimizer.wholes, optimizer.overrides
 
 
