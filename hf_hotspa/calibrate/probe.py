@@ -425,11 +425,6 @@ def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
     return (*packs, *dict.fromkeys(longer))
 
 
-def repetitions(lengths: Sequence[int], longest: int) -> int:
-    """Returns how often a pack runs in a row: short ones twice, to stand out from noise."""
-    return max(1, min(2, math.ceil(longest / sum(lengths))))
-
-
 # -- seconds of packs, of switches and of pipelines ----------------------------------------------------------------
 
 _PIPELINED = 2  # packs of a replica without stages in the comparison with pipelines, which run twice as many
@@ -467,7 +462,8 @@ def time_packs(
             for strategy in map(probe.strategies.__getitem__, degrees):
                 values.append((probe.load(strategy), 0.0))
                 run = mine if index >= 0 else mine[:_WARM_UP_PACKS]
-                values += [probe.run(strategy, pack, repetitions(pack, longest)) for pack in run]
+                # short packs run twice in a row, to stand out from noise
+                values += [probe.run(strategy, pack, 2 if sum(pack) < longest else 1) for pack in run]
                 values.append((probe.return_gradients(strategy), 0.0))
         if pipeline:
             values += _both_ways(probes[-1], (longest // 4,) * 4)

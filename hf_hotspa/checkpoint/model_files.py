@@ -200,9 +200,8 @@ def check_rewritten(folder: Path, manifest: Manifest, model: nn.Module, failure:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    same_kind = one.dtype == other.dtype and one.shape == other.shape
+    return same_kind and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, only: str | None = None) -> Shards:

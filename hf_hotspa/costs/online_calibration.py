@@ -22,7 +22,7 @@ from typing import Any
 from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.typed import reading_state
+from hf_hotspa.typed import reading_state, typed
 
 LIMIT = 0.25  # the tolerated relative error
 WINDOW = 6  # mini-batches that are needed for a refit, and over which medians are taken
@@ -182,11 +182,21 @@ class OnlineCalibration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state. Raises `HotspaConfigError`: the state is invalid."""
         with reading_state("the time model's correction", "the correction starts anew"):
-            factors = Factors.from_dict(state["factors"])
-            window = [[_pair(*row) for row in rows] for rows in state["window"]]
-            known = state.get("last", {})  # earlier checkpoints have none
-            last = {Strategy.parse(name): [_pair(*row) for row in rows] for name, rows in known.items()}
+            saved = typed(dict(state), _Saved)
+            factors = Factors.from_dict(saved.factors)
+            window = [[_pair(*row) for row in rows] for rows in saved.window]
+            last = {Strategy.parse(name): [_pair(*row) for row in rows] for name, rows in saved.last.items()}
         self.factors, self._window, self._last = factors, window, last
+
+
+_Row = tuple[str, float, float, float, float]  # see `OnlineCalibration.state_dict`
+
+
+@dataclass(frozen=True)
+class _Saved:
+    factors: dict[str, tuple[float, float]]
+    window: list[list[_Row]]
+    last: dict[str, list[_Row]] = field(default_factory=dict)  # earlier checkpoints have none
 
 
 def _medians(
@@ -205,7 +215,7 @@ def _medians(
 
 
 def _pair(name: str, *numbers: float) -> _Pair:
-    strategy, (predicted_c, measured_c, predicted_s, measured_s) = Strategy.parse(name), map(float, numbers)
+    strategy, (predicted_c, measured_c, predicted_s, measured_s) = Strategy.parse(name), numbers
     return PhaseSeconds(strategy, predicted_c, predicted_s), PhaseSeconds(strategy, measured_c, measured_s)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from html import escape
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,11 +68,6 @@ def _of_steps(name: str, title: str, draw: Callable[[RunLog], Drawn]) -> Callabl
     return panel
 
 
-def style_of(strategies: Sequence[str], strategy: str) -> str:
-    """Returns the colour class of a strategy, the same in every panel."""
-    return f"s{strategies.index(strategy) % _COLOURS}"
-
-
 def _steps(run: RunLog) -> list[float]:
     return [float(record.step) for record in run.steps]
 
@@ -110,8 +106,8 @@ def _time(run: RunLog) -> Drawn:
     order = strategy_order(run)
     reports = [record.report for record in run.steps]
     series = [
-        Series(s, style_of(order, s), [sum(p.compute_s for p in r.phases if p.strategy == s) for r in reports])
-        for s in order
+        Series(s, f"s{at % _COLOURS}", [sum(p.compute_s for p in r.phases if p.strategy == s) for r in reports])
+        for at, s in enumerate(order)
     ]
     rest = [max(0.0, r.total_s - r.moved_s - sum(p.compute_s for p in r.phases)) for r in reports]
     series = [
@@ -236,10 +232,8 @@ def devices_panel(run: RunLog) -> Panel:
     known = [(record.step, record.report) for record in run.steps if record.report.paces is not None]
     if not known:
         return Panel(name, title, 0, empty="Not watched: hotspa_stragglers is off, or there is one process.")
-    size = max(len(report.paces or ()) for _, report in known)
-    rows = [
-        Series(f"rank {rank}", "heat", [_of_rank(report.paces, rank) for _, report in known]) for rank in range(size)
-    ]
+    paces = list(zip_longest(*(report.paces or () for _, report in known)))  # [rank][step]
+    size, rows = len(paces), [Series(f"rank {rank}", "heat", of_rank) for rank, of_rank in enumerate(paces)]
     if size > _MOST_STRIPS:
         rows = sorted(rows, key=lambda row: -max(v or 0.0 for v in row.values))[:_MOST_STRIPS]
     label = "Seconds of computation by rank, as a multiple of ranks that are not slow"
@@ -249,10 +243,6 @@ def devices_panel(run: RunLog) -> Panel:
     most = f" Of {size} ranks the {_MOST_STRIPS} with the longest steps are shown." if size > _MOST_STRIPS else ""
     note = f"Seconds without waiting for others, by the cost of what the rank ran; full colour is 3 times as long. {called}{most}"
     return Panel(name, title, len(known), body, note)
-
-
-def _of_rank(step_times: Sequence[float | None] | None, rank: int) -> float | None:
-    return step_times[rank] if step_times is not None and rank < len(step_times) else None
 
 
 def prediction_panel(run: RunLog) -> Panel:

@@ -44,12 +44,10 @@ logger = logging.getLogger(__name__)
 
 def bin_edges(longest: int) -> list[int]:
     """Returns 1, 2, 3, 4, 6, 8, 12, 16, ... up to the first edge that is not below `longest`."""
-    edges, power = [1], 2
-    while edges[-1] < longest:
-        edges += [power, power + power // 2] if power > 1 else [power]
-        power *= 2
-    while len(edges) > 1 and edges[-2] >= longest:
-        edges.pop()
+    edges = [1]
+    while (last := edges[-1]) < longest:
+        is_power = last & (last - 1) == 0
+        edges.append(2 if last == 1 else last * 3 // 2 if is_power else last * 4 // 3)
     return edges
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from hf_hotspa.report import PhaseReport
-from hf_hotspa.reporting.run_log import RunLog, StepRecord, Sums, sums_of
+from hf_hotspa.reporting.run_log import RunLog, Sums, sums_of
 
 _CLEAR = 0.03  # predicted differences below this do not count as a gain or a loss
 _MUCH_SWITCHING = 0.25
@@ -83,11 +83,6 @@ def summarize(run: RunLog) -> Summary:
     return replace(summary, utilization=flops.utilization(summary.num_tokens, squares, every.wall_s))
 
 
-def measured_steps(run: RunLog) -> list[StepRecord]:
-    """Returns the steps for timings: without the first, which warms up, if there are others."""
-    return run.steps[1:] if len(run.steps) > 2 else run.steps
-
-
 def verdict(run: RunLog, to_be_measured: bool = False) -> list[str]:
     """Returns sentences on whether switching paid; the first is the answer, a heading without a full stop.
 
@@ -118,7 +113,8 @@ def verdict(run: RunLog, to_be_measured: bool = False) -> list[str]:
 
 def _against_prediction(run: RunLog) -> list[str] | None:
     """The answer from predicted seconds of the best single strategy; None without a time model."""
-    known = [(r.report, r.report.single_s, r.report.predicted_s) for r in measured_steps(run)]
+    timed = run.steps[1:] if len(run.steps) > 2 else run.steps  # the first one warms up
+    known = [(r.report, r.report.single_s, r.report.predicted_s) for r in timed]
     compared = [(report, single, predicted_s) for report, single, predicted_s in known if single and predicted_s]
     if not compared or run.facts.single is None:
         return None
