@@ -5,6 +5,7 @@ and the model is in eval mode. The loss is returned as a sum over labels with th
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -35,7 +36,7 @@ class EvaluationResult:
     logits: dict[tuple[int, int], Tensor]
 
 
-class Evaluation:
+class Evaluation(AbstractContextManager["Evaluation"]):
     """One pass over an evaluation set; use it in a `with` statement. All methods are collective unless noted."""
 
     def __init__(
@@ -54,9 +55,6 @@ class Evaluation:
         self._end_all, self._store, self._training, self._step = end_all, store, training, step
         self._loaded: PhaseRunner | None = None
         self._num_mini_batches = 0
-
-    def __enter__(self) -> "Evaluation":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

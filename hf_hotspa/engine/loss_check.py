@@ -12,6 +12,8 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
 from hf_hotspa.model.model_kind import attention_dropouts
@@ -113,22 +116,18 @@ def _check_sequence_loss(loss: SequenceLoss, vocab_size: int, generator: torch.G
         return value.detach(), torch.autograd.grad(value, sequence.logits)[0]
 
     alone = [value_of(sequence) for sequence in sequences]
-    _same(loss, alone[0], value_of(sequences[0]), "it is not the same when it is called again", _SAME)
+    must_equal = partial(_same, loss, alone[0])
+    must_equal(value_of(sequences[0]), "it is not the same when it is called again", _SAME)
     twice = value_of(sequences[0], 2 * num_items)
-    _same(
-        loss,
-        alone[0],
+    must_equal(
         (2 * twice[0], 2 * twice[1]),
         "it is not divided by num_items_in_batch: with twice the items it is not half as large",
         "return the sum over all label tokens divided by num_items_in_batch, the label tokens of the whole mini-batch",
     )
     first = sequences[0].labels.clone()
     first[:, 0] = sequences[0].input_ids[:, 0]
-    other = WholeSequence(**{**vars(sequences[0]), "labels": first})
-    _same(
-        loss,
-        alone[0],
-        value_of(other),
+    must_equal(
+        value_of(replace(sequences[0], labels=first)),
         "the label of the first token counts in it",
         "shift logits and labels: logits[..., :-1, :] belong to labels[..., 1:]",
     )
@@ -161,23 +160,18 @@ def _random_sequence(
 
 
 def _batch(sequences: list[WholeSequence]) -> WholeSequence:
-    longest = max(sequence.logits.shape[1] for sequence in sequences)
-
-    def padded(tensor: Tensor, value: float) -> Tensor:
-        missing = longest - tensor.shape[1]
-        return functional.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, missing], value=value)
+    padded = partial(pad_sequence, batch_first=True)
 
     def all_of(name: str, value: float) -> Tensor:
-        return torch.cat([padded(getattr(sequence, name), value) for sequence in sequences])
+        return padded([getattr(sequence, name)[0] for sequence in sequences], padding_value=value)
 
     columns = {}
     for name, first in sequences[0].columns.items():
         parts = [sequence.columns[name] for sequence in sequences]
-        columns[name] = torch.cat(parts if first.dim() == 1 else [padded(part, 0) for part in parts])
+        columns[name] = torch.cat(parts) if first.dim() == 1 else padded([part[0] for part in parts])
     logits = all_of("logits", 0.5).detach().requires_grad_()
-    return WholeSequence(
-        logits, all_of("input_ids", 0), all_of("labels", IGNORE), all_of("attention_mask", 0), 0, columns
-    )
+    others = all_of("input_ids", 0), all_of("labels", IGNORE), all_of("attention_mask", 0)
+    return WholeSequence(logits, *others, 0, columns)
 
 
 def _is_per_row(loss: TokenLoss | SequenceLoss, name: str) -> bool:

@@ -30,7 +30,6 @@ class TransferHandle(Protocol):
         """Returns when all are done: on CPU when the bytes have arrived, on an accelerator when later work of the
         current stream will come after their arrival. Raises `TransferError`: an operation failed; the message names
         rank, peer and tag."""
-        ...
 
 
 class Transport(Protocol):
@@ -38,15 +37,12 @@ class Transport(Protocol):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Submits a send to a global rank."""
-        ...
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         """Submits a receive from a global rank."""
-        ...
 
     def start(self) -> TransferHandle:
         """Posts what was submitted, in the order of submission."""
-        ...
 
 
 class Operation(NamedTuple):

@@ -227,16 +227,13 @@ class Prefix(Protocol):
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all prefixes, [1, K, P, D] each, for the row's own [1, K, T, D]. Called once in each call of
         an attention."""
-        ...
 
     def fetched(self, module: nn.Module, before: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         """The result of `before` for an attention, copied from host memory to a device."""
-        ...
 
     def takes_gradients(self, module: nn.Module) -> TakesGradients | None:
         """Takes the gradients of an attention's last `before` from a kernel that computes them block by block; None if
         autograd must pass them."""
-        ...
 
 
 class ChunkPrefix(Prefix, Protocol):
@@ -252,7 +249,6 @@ class ChunkPrefix(Prefix, Protocol):
 
     def left_by(self, owner: object) -> dict[int, Any]:
         """What an owner leaves of each chunk of the sequence for the others, by chunk."""
-        ...
 
 
 @dataclass(frozen=True)

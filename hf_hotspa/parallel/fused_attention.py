@@ -166,11 +166,9 @@ class AttentionKernel(Protocol):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """[1, H, T, D], and the log sums [1, H, T] if the backward needs them and this result; from queries [1, H, T, D],
         keys and values [1, K, S, D], sinks [H]."""
-        ...
 
     def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor | None, total: Tensor | None) -> Inputs:
         """The gradients of queries, keys, values and sinks, each in its dtype."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,6 @@ class AuxiliaryLoss(Protocol):
 
     def of_sums(self, sums: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The loss (fp64 scalar) of so many tokens with fp64 [num_sums], and its gradient [num_seeds]."""
-        ...
 
 
 def carry_loss(hidden: Tensor, loss: Tensor) -> Tensor:
