@@ -20,7 +20,7 @@ from functools import cache, partial
 from importlib import import_module
 from itertools import count
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -235,9 +235,20 @@ class OverTRL(SwitchedMixin, _ByName):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
 
+class _Generates(HasRun, Protocol):
+    """What is read and set of a trainer of TRL that generates its training data."""
+
+    num_iterations: int
+    entropy_coef: float
+    _step: int
+    _last_world_entropy: float
+    _buffered_inputs: list[dict[str, Any]]
+
+
 class RunOnline(RunOverTRL):
     """The `Run` of a trainer that generates its training data."""
 
+    trainer: _Generates
     seeds: Tensor | None = None  # the known gradients of the batch whose loss is computed
 
     @property
@@ -261,13 +272,12 @@ class RunOnline(RunOverTRL):
     @property
     def is_inside_batch(self) -> bool:
         """Whether rows of a generation batch are left to train."""
-        trainer: Any = self.trainer
-        return bool(trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations))
+        every = vars(self.trainer.args)["steps_per_generation"] * self.trainer.num_iterations
+        return bool(self.trainer._step % every)
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """With the generation batch, unless it is used up."""
-        trainer: Any = self.trainer
-        batch = trainer._buffered_inputs if self.is_inside_batch else ()
+        batch = self.trainer._buffered_inputs if self.is_inside_batch else ()
         return super().rank_tensors() | {
             f"{_OF_BATCH}{index}.{name}": value
             for index, part in enumerate(batch)
@@ -278,7 +288,7 @@ class RunOnline(RunOverTRL):
     def load(self, resumption: Resumption) -> None:
         """Resumes also inside a generation batch, on the same number of ranks (else `ResumeError`)."""
         super().load(resumption)
-        trainer: Any = self.trainer
+        trainer = self.trainer
         place = resumption.state.get("hotspa", {}).get("generation")
         if place is None:  # another trainer's checkpoint: TRL generates anew
             return
@@ -298,7 +308,7 @@ class RunOnline(RunOverTRL):
             )
         name = rank_columns(trainer.args.process_index, ranks)
         saved = saved_tensors(resumption.path, resumption.manifest, name)
-        trainer._buffered_inputs = [dict[str, Any]() for _ in range(trainer.args.steps_per_generation)]
+        trainer._buffered_inputs = [dict[str, Any]() for _ in range(vars(trainer.args)["steps_per_generation"])]
         for key, value in saved.items():
             if key.startswith(_OF_BATCH):
                 index, column = key.removeprefix(_OF_BATCH).split(".", 1)
@@ -542,14 +552,14 @@ class ExpectedLengths:
     """
 
     def __init__(self, trainer: HasRun, loader: Any) -> None:
-        self._trainer: Any = trainer
+        self._made_by: Any = trainer  # TRL's methods
         self._loader = loader
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        number, most = count(), self._trainer.max_completion_length
+        number, most = count(), self._made_by.max_completion_length
         for batch in self._loader:
             prompts = [row["prompt"] for row in batch if "prompt" in row]  # an environment may own them
-            ids = self._trainer._tokenize_prompts(prompts)[0] if prompts else [[0] for _ in batch]
+            ids = self._made_by._tokenize_prompts(prompts)[0] if prompts else [[0] for _ in batch]
             lengths = [len(of_row) + max(most * (1 + next(number) % 8) // 8, 1) for of_row in ids]
             mask = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
             yield {"input_ids": torch.zeros(mask.shape, dtype=torch.int64), "attention_mask": mask.long()}
