@@ -95,7 +95,7 @@ def reference_step(
         for row in rows:
             ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
             logits = model(input_ids=ids, use_cache=False).logits[0]
-            options = {"reduction": "sum", "ignore_index": -100, "label_smoothing": smoothing}
+            options: dict[str, Any] = {"reduction": "sum", "ignore_index": -100, "label_smoothing": smoothing}
             loss = functional.cross_entropy(logits[:-1], labels[1:], **options) / num_labels
             loss.backward()
             total += loss.item()

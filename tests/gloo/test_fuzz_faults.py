@@ -13,6 +13,8 @@ FOUND = [
     ("labels are not shifted", "strategy_fuzz", "0,1,2,3,4,5"),
     ("replicated gradients are counted once a shard", "strategy_fuzz", "9"),
     ("a rank's own contribution is left out", "strategy_fuzz", "0,1,2,3,4,5"),
+    ("gradients of the mini-batch before stay", "strategy_fuzz", "2,3,7"),
+    ("gradients of the phase before stay", "strategy_fuzz", "0,2,3,4"),
     ("sequences of a pack attend to each other", "strategy_fuzz", "1,2,3"),
     ("keys and values of a chunk have no gradients of later chunks", "strategy_fuzz", "0,4"),
     ("the loss misses what the other shards sum", "strategy_fuzz", "0,6,9"),
