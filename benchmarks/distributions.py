@@ -64,7 +64,8 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     from hf_hotspa.search.capacities import Capacities
     from hf_hotspa.search.chooser import PhaseChooser
     from hf_hotspa.search.offers import MARGIN
-    from hf_hotspa.search.search import Choice, search
+    from hf_hotspa.search.question import Question
+    from hf_hotspa.search.search import Choice, SearchOptions, search
     from hf_hotspa.strategy import Strategy
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
@@ -96,11 +97,8 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
         longest, table = max(sample + lengths), SequenceTable.from_lengths(lengths)
 
         def searched(pool: Sequence[Strategy]) -> Choice:
-            return search(
-                sample, pool, time_model, capacities, switch,
-                mini_batch_size=size, longest=longest, quadratic_cost=shape.quadratic_cost, margin=MARGIN,
-                pack_margin=PACK_MARGIN,
-            )  # fmt: skip
+            question = Question(cost, capacities, sample, size, longest)
+            return search(question, pool, SearchOptions(margin=MARGIN, pack_margin=PACK_MARGIN))
 
         choice = searched(strategies)
         chooser = PhaseChooser(pool_of(choice, capacities), time_model, switch, quadratic_cost=shape.quadratic_cost)

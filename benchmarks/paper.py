@@ -58,7 +58,8 @@ from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.estimate import packed
 from hf_hotspa.search.histogram import read_lengths, synthetic_lengths
 from hf_hotspa.search.offers import choose
-from hf_hotspa.search.search import mini_batches
+from hf_hotspa.search.question import mini_batches
+from hf_hotspa.search.search import SearchOptions
 from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy
 
@@ -287,10 +288,7 @@ def priced(cell: Cell) -> dict[str, float | None]:
 def planned(of: Setup, pricing: Pricing) -> float | None:
     """Seconds of the plan, which may use every strategy."""
     try:
-        choice = choose(
-            pricing.lengths, of.strategies(), of.cost, pricing.capacities, mini_batch_size=pricing.mini_batch_size,
-            longest=pricing.longest, evaluator=pricing.evaluator,
-        )  # fmt: skip
+        choice = choose(pricing, of.strategies(), SearchOptions(may_go_round=True))
     except HotspaError:
         return None
     return choice.seconds

@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,8 +35,8 @@ from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ADAM, ModelSizes
 from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.engine.device_memory import free_memory
 from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_known
-from hf_hotspa.engine.switching import device_limit
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
@@ -52,7 +51,7 @@ from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
+from hf_hotspa.search.automatic import RunQuestion, longest_wanted, make_auto_plan
 from hf_hotspa.search.bucket_plan import Plan, limit_text
 from hf_hotspa.search.chooser import PhaseChooser, predict_phases
 from hf_hotspa.search.histogram import LengthsSeen
@@ -127,11 +126,9 @@ class RunPlan:
     time: TimeModel | None = None  # the time model that chunks of tokens are cut by; None for given strategies
     predicted_bytes: Mapping[Strategy, float] = {}
 
-    def __init__(
-        self, buckets: tuple[Bucket, ...] = (), args: HotSPaTrainingArguments | None = None, known: Known | None = None
-    ) -> None:
+    def __init__(self, buckets: tuple[Bucket, ...], args: HotSPaTrainingArguments, known: Known | None = None) -> None:
         self.buckets, self.stage_costs = buckets, known.stage_costs if known is not None else None
-        self._args: Any = args
+        self._args = args
         self._known = known
         self._cost: CostModel | None = None
         self.is_idle, self.predicts = known is None, known is not None
@@ -178,17 +175,16 @@ class RunPlan:
         known, cost = self._known, self._cost
         if known is None or cost is None:
             return
-        shape, longest = self._shape, self.buckets[-1].longest
-
-        def planned(among: list[Strategy]) -> Plan:
-            return make_auto_plan(
-                table, among, cost, mini_batch_size=mini_batch_size, limit_bytes=known.limit_bytes, longest=longest,
-                policy=self._args.hotspa_overlong, max_phases=1, may_chunk=False,
-            )  # fmt: skip
-
-        self.singles = lambda: Singles.of(self._legal, lambda s: planned([s]), shape, known.limit_bytes)
+        asked = RunQuestion(
+            table, mini_batch_size, known.limit_bytes, longest=self.buckets[-1].longest,
+            policy=self._args.hotspa_overlong, max_phases=1, may_chunk=False,
+        )  # fmt: skip
+        shape = self._shape
+        self.singles = lambda: Singles.of(
+            self._legal, lambda s: make_auto_plan(asked, [s], cost), shape, known.limit_bytes
+        )
         with suppress(HotspaError):  # nothing fits by the memory model
-            best = planned(self._legal).choice.static
+            best = make_auto_plan(asked, self._legal, cost).choice.static
             self.single = SingleStrategy(best, cost.time, self._switch, shape.quadratic_cost)
 
     def start(self, num_steps: int) -> None:
@@ -224,45 +220,49 @@ class RunPlan:
 
 START_S = 20.0  # about the seconds of measuring before a run whose first mini-batches race the nearest plans
 _MIB = 1 << 20
-_CGROUP = Path("/sys/fs/cgroup")
 _REFITS_KEPT = 16
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What a search chose for a run, and what is known of its strategies."""
+
+    plan: Plan
+    cost: CostModel
+    singles: Callable[[], Singles]  # returns the single strategies to compare with
+    stage_costs: StageCosts | None  # the costs that stages are cut by in the plan
+    # raises if a device cannot hold the pools, for a description with another stage partition
+    fits: Callable[[ModelDescription], None]
+    predicts: bool = True  # whether the cost model's seconds are from this machine
+    # watches lengths, and plans for new ones with the engine's strategies; None if all were known at the start
+    renewed: tuple[LengthsSeen, Callable[[list[int]], Plan]] | None = None
+
+
 class AutoStrategies(RunPlan):
-    """The plan that a search made, and its choice of phases. `fits`: raises if a device cannot hold the pool, for a
-    description with another stage partition. `renewed`: watches lengths, and plans for new ones with the engine's
-    strategies; None if all were known at the start."""
+    """The plan that a search made, and its choice of phases."""
 
     time: TimeModel
     single: SingleStrategy
 
-    def __init__(
-        self,
-        plan: Plan,
-        cost: CostModel,
-        args: HotSPaTrainingArguments,
-        quadratic_cost: float,
-        singles: Callable[[], Singles],  # returns the single strategies to compare with
-        stage_costs: StageCosts | None,  # the costs that stages are cut by in the plan
-        fits: Callable[[ModelDescription], None],
-        predicts: bool = True,  # whether the cost model's seconds are from this machine
-        renewed: tuple[LengthsSeen, Callable[[list[int]], Plan]] | None = None,
-    ) -> None:
+    def __init__(self, chosen: Chosen, args: HotSPaTrainingArguments) -> None:
+        plan, cost = chosen.plan, chosen.cost
         super().__init__(plan.buckets, args)
-        self.fits, self.is_idle, self.predicts, self._renewed = fits, False, predicts, renewed
-        self.plan, self._quadratic_cost = plan, quadratic_cost
-        # measured seconds differ from run to run
-        self._pools = (plan.pool,) if args.full_determinism else (plan.pool, *plan.raced)
+        self.fits, self.singles, self.stage_costs = chosen.fits, chosen.singles, chosen.stage_costs
+        self.is_idle, self.predicts, self._renewed, self.plan = False, chosen.predicts, chosen.renewed, plan
+        self._pools = self._raced(plan)
         self._choosers: list[PhaseChooser] = []
         self._race: Race | None = None
         self._passes: list[tuple[float, list[float], bool]] = []
         self._step_lengths: list[int] = []
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
-        self.time = time = cost.time
+        self.time, self._quadratic_cost = cost.time, cost.sizes.shape.quadratic_cost
         self.predicted_bytes = {b.strategy: m.total for b, m in zip(plan.buckets, plan.memory, strict=True)}
         self._switch = cost.switch_seconds([bucket.strategy for bucket in (*plan.buckets, plan.choice.static)])
-        self.single = SingleStrategy(plan.choice.static, time, self._switch, quadratic_cost)
-        self.singles, self.stage_costs = singles, stage_costs
+        self.single = SingleStrategy(plan.choice.static, cost.time, self._switch, self._quadratic_cost)
+
+    def _raced(self, plan: Plan) -> tuple[tuple[Bucket, ...], ...]:
+        # measured seconds differ from run to run
+        return (plan.pool,) if self._args.full_determinism else (plan.pool, *plan.raced)
 
     def begin(self, description: ModelDescription) -> None:
         """Nothing: the search has read the model, and checked what fits."""
@@ -354,7 +354,7 @@ class AutoStrategies(RunPlan):
         except HotspaError as error:
             logger.warning("step %d: lengths have moved, and the plan stays: %s", step + 1, error)
             return
-        pools = (plan.pool,) if self._args.full_determinism else (plan.pool, *plan.raced)
+        pools = self._raced(plan)
         self._take(pools, "lengths have moved", plan.trial_order if len(pools) > 1 else ())
         for chooser in self._choosers:
             chooser.num_trained = step + 1
@@ -446,32 +446,34 @@ def prepare_auto(
     most_tokens = _tokens_before_out_of_memory(args, agreement, description.shape.num_layers)
     cost = cost_model(calibration, description, args)
 
-    def planned(among: list[Strategy], table: SequenceTable = tables[0], **changes: Any) -> Plan:
-        of_data = {"longest": args.hotspa_longest, "evaluated": tables[1:], "sampled": sampled} | changes
-        return make_auto_plan(
-            table, among, cost, mini_batch_size=mini_batch_size, limit_bytes=limit, limit_source=source,
-            policy=args.hotspa_overlong, max_phases=args.hotspa_max_buckets, most_tokens=most_tokens, may_chunk=may_chunk,
-            has_host_memory=args.device.type != "cpu", near=NEAR if races and len(among) > 1 else 0.0,
-            may_go_round=among is strategies and run_options(args).runs(_ROUNDS, description.shape), **of_data,
-        )  # fmt: skip
+    asked = RunQuestion(
+        tables[0], mini_batch_size, limit, source, args.hotspa_longest, args.hotspa_overlong, most_tokens, tables[1:],
+        sampled, max_phases=args.hotspa_max_buckets, raced=races, may_chunk=may_chunk,
+        has_host_memory=args.device.type != "cpu",
+    )  # fmt: skip
+    may_go_round = run_options(args).runs(_ROUNDS, description.shape)
 
     def renewed(lengths: list[int]) -> Plan:
         there, table = [bucket.strategy for bucket in plan.buckets], SequenceTable.from_lengths(lengths)
-        return planned(there, table, longest=plan.longest, evaluated=(), sampled=False, beside=there)
+        again = replace(asked, table=table, longest=plan.longest, evaluated=(), sampled=False, beside=there)
+        return make_auto_plan(again, there, cost)
 
-    same = lambda plan: {"choice of strategies": repr(plan.buckets)}  # noqa: E731
-    plan = agreement.run("auto strategies", lambda: planned(strategies), same)
-    if args.process_index == 0:
-        tqdm.write(choice_text(plan, mini_batch_size, limit_text(limit, source) if calibration is not None else None))
-    singles = lambda: Singles.of(strategies, lambda s: planned([s]), description.shape, limit)  # noqa: E731
+    def single(strategy: Strategy) -> Plan:
+        return make_auto_plan(replace(asked, raced=False), [strategy], cost)
 
     def fits(cut: ModelDescription) -> None:
         pools = chain(plan.pool, *plan.raced, *plan.ready)
         cost_model(calibration, cut, args).memory.check_pool([*pools], limit, limit_text(limit, source))
 
+    plan = agreement.run(
+        "auto strategies", lambda: make_auto_plan(replace(asked, may_go_round=may_go_round), strategies, cost),
+        lambda plan: {"choice of strategies": repr(plan.buckets)},
+    )  # fmt: skip
+    if args.process_index == 0:
+        tqdm.write(choice_text(plan, mini_batch_size, limit_text(limit, source) if calibration is not None else None))
+    singles = partial(Singles.of, strategies, single, description.shape, limit)
     watched = (LengthsSeen(tables[0].sequence_lengths), renewed) if sampled and not alone else None
-    of_run = description.shape.quadratic_cost, singles, vector.measured, fits, calibration is not None, watched
-    return AutoStrategies(plan, cost, args, *of_run)
+    return AutoStrategies(Chosen(plan, cost, singles, vector.measured, fits, calibration is not None, watched), args)
 
 
 def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agreement: Agreement) -> Known | None:
@@ -671,19 +673,6 @@ def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[i
     given = args.hotspa_memory_limit_mb
     if given is not None:
         return planned_limit(given * _MIB, None, "", "")
-    if (on_device := device_limit(args.device)) is not None:
-        free, source = float(on_device), "of what is free on the device"
-    else:
-        local = nodes.local(args.process_index) if (nodes := known_nodes()) is not None else 1
-        free, source = _free_host_memory() / local, f"of the free memory of the machine, for each of {local} processes"
+    local = nodes.local(args.process_index) if (nodes := known_nodes()) is not None else 1
+    free, source = free_memory(args.device, local)
     return planned_limit(None, float(agreement.gather([free]).min()), source, "hotspa_memory_limit_mb")
-
-
-def _free_host_memory() -> float:
-    free = float(psutil.virtual_memory().available)
-    try:
-        allowed = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, float(allowed) - used) if allowed.isdecimal() else free

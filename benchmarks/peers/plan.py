@@ -127,7 +127,7 @@ class _Planner:
         calibration = calibrate(model.config, strategies=self.strategies, compute_dtype=dtype, force=force)
         sizes = ModelSizes(self.shape, calibration.key.dtype, vector=description.vector)
         staging = HotSPaTrainingArguments.hotspa_staging_mb << 20
-        cost = CostModel.of_calibration(calibration, sizes, MemoryOptions(switch_bytes=2 * staging))
+        self.cost = cost = CostModel.of_calibration(calibration, sizes, MemoryOptions(switch_bytes=2 * staging))
         self.memory, self.time, self.switch = cost.memory, cost.time, cost.switch_seconds(self.strategies)
 
     def shortest(self, strategy: Strategy) -> Bucket:
@@ -138,14 +138,14 @@ class _Planner:
         """The packs that the search finds best for one strategy."""
         from hf_hotspa.search.automatic import PACK_MARGIN
         from hf_hotspa.search.offers import MARGIN
-        from hf_hotspa.search.search import search
+        from hf_hotspa.search.question import Question
+        from hf_hotspa.search.search import SearchOptions, search
 
-        choice = search(
-            self.work.lengths, [strategy], self.time, _FullPipelines(self.memory, limit_bytes), self.switch,
-            mini_batch_size=self.work.mini_batch_rows, longest=self.work.longest,
-            quadratic_cost=self.shape.quadratic_cost, margin=MARGIN, pack_margin=PACK_MARGIN,
-        )  # fmt: skip
-        return choice.buckets
+        capacities = _FullPipelines(self.memory, limit_bytes)
+        question = Question(
+            self.cost, capacities, self.work.lengths, self.work.mini_batch_rows, longest=self.work.longest
+        )
+        return search(question, [strategy], SearchOptions(margin=MARGIN, pack_margin=PACK_MARGIN)).buckets
 
 
 def our_works(work: Work, plan: dict[str, Any], limited: bool, names: Sequence[str]) -> dict[str, Work | str]:

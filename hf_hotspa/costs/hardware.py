@@ -106,7 +106,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 _MIB = 1 << 20
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # bytes per second and direction of a 16-lane slot
-_NDR, _HDR, _100G = 50e9, 25e9, 12.5e9  # bytes per second of a NIC: 400, 200 and 100 Gb/s
+# bytes per second of a NIC (400, 200 and 100 Gb/s), and NICs of a node; None: one for each GPU, if a board joins all GPUs
+_NDR, _HDR, _100G, _SHARED = (50e9, None), (25e9, None), (12.5e9, None), (12.5e9, 1)
 
 
 def _gpu(
@@ -116,13 +117,12 @@ def _gpu(
     single: float,
     memory: float,
     link: float,
-    nic: float = _100G,
-    nics: int | None = 1,
+    network: tuple[float, int | None] = _SHARED,
     bfloat16: bool = True,
 ) -> Hardware:
-    """A GPU in a node of eight with one NIC; `nics` None: one NIC per GPU, if a board joins all GPUs."""
+    """A GPU in a node of eight; by default with one NIC."""
     speeds = {**({"bfloat16": half} if bfloat16 else {}), "float16": half, "float32": single}
-    return Hardware(name, Device(memory_mib * _MIB, speeds, memory), 8, link, nic, nics)
+    return Hardware(name, Device(memory_mib * _MIB, speeds, memory), 8, link, *network)
 
 
 # Memory is the driver's number if known. PCIe cards have the slot's link, even if a bridge can join pairs: collectives
@@ -132,27 +132,27 @@ PRESETS: dict[str, Hardware] = {
     preset.name: preset
     for preset in (
         # NVIDIA, "A100 Tensor Core GPU" data sheet: 312 TFLOPS, 2,039 GB/s (40 GB: 1,555; PCIe: 1,935), NVLink 600 GB/s.
-        _gpu("a100-80g", 81_252, 312e12, 19.5e12, 2.039e12, 300e9, _HDR, None),
-        _gpu("a100-40g", 40_536, 312e12, 19.5e12, 1.555e12, 300e9, _HDR, None),
+        _gpu("a100-80g", 81_252, 312e12, 19.5e12, 2.039e12, 300e9, _HDR),
+        _gpu("a100-40g", 40_536, 312e12, 19.5e12, 1.555e12, 300e9, _HDR),
         _gpu("a100-80g-pcie", 81_252, 312e12, 19.5e12, 1.935e12, _PCIE4),
         # A100 with NVLink of 400 GB/s.
-        _gpu("a800-80g", 81_252, 312e12, 19.5e12, 2.039e12, 200e9, _HDR, None),
+        _gpu("a800-80g", 81_252, 312e12, 19.5e12, 2.039e12, 200e9, _HDR),
         # NVIDIA, "H100 Tensor Core GPU" data sheets: SXM 1,979 TFLOPS with sparsity, 3.35 TB/s, NVLink 900 GB/s; PCIe
         # 1,513 TFLOPS with sparsity, 2 TB/s; NVL 1,671 TFLOPS with sparsity, 94 GB, 3.9 TB/s.
-        _gpu("h100-80g", 81_559, 989e12, 67e12, 3.35e12, 450e9, _NDR, None),
+        _gpu("h100-80g", 81_559, 989e12, 67e12, 3.35e12, 450e9, _NDR),
         _gpu("h100-80g-pcie", 81_559, 756e12, 51e12, 2.0e12, _PCIE5),
         _gpu("h100-94g-nvl", 95_830, 835e12, 60e12, 3.9e12, _PCIE5),
         # H100 SXM with NVLink of 400 GB/s.
-        _gpu("h800-80g", 81_559, 989e12, 67e12, 3.35e12, 200e9, _NDR, None),
+        _gpu("h800-80g", 81_559, 989e12, 67e12, 3.35e12, 200e9, _NDR),
         # NVIDIA, H20 specification: 148 TFLOPS, 96 GB, 4.0 TB/s, NVLink 900 GB/s.
-        _gpu("h20-96g", 97_871, 148e12, 44e12, 4.0e12, 450e9, _NDR, None),
+        _gpu("h20-96g", 97_871, 148e12, 44e12, 4.0e12, 450e9, _NDR),
         # NVIDIA, "H200 Tensor Core GPU" data sheet: 1,979 TFLOPS with sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s.
-        _gpu("h200-141g", 143_771, 989e12, 67e12, 4.8e12, 450e9, _NDR, None),
+        _gpu("h200-141g", 143_771, 989e12, 67e12, 4.8e12, 450e9, _NDR),
         # NVIDIA, "HGX B200" data sheet, an eighth of the board: 4.5 PFLOPS with sparsity, 180 GB, 8 TB/s, NVLink 1.8 TB/s.
-        _gpu("b200-180g", 183_359, 2250e12, 75e12, 8.0e12, 900e9, _NDR, None),
+        _gpu("b200-180g", 183_359, 2250e12, 75e12, 8.0e12, 900e9, _NDR),
         # NVIDIA, "V100" data sheet (SXM2): 125 TFLOPS in float16 and no bfloat16, 900 GB/s, NVLink 300 GB/s.
-        _gpu("v100-16g", 16_160, 125e12, 15.7e12, 0.9e12, 150e9, _100G, None, bfloat16=False),
-        _gpu("v100-32g", 32_510, 125e12, 15.7e12, 0.9e12, 150e9, _100G, None, bfloat16=False),
+        _gpu("v100-16g", 16_160, 125e12, 15.7e12, 0.9e12, 150e9, _100G, bfloat16=False),
+        _gpu("v100-32g", 32_510, 125e12, 15.7e12, 0.9e12, 150e9, _100G, bfloat16=False),
         # NVIDIA, "T4" data sheet: 65 TFLOPS in float16 and no bfloat16, 300 GB/s.
         _gpu("t4-16g", 15_360, 65e12, 8.1e12, 0.3e12, _PCIE3, bfloat16=False),
         # NVIDIA, data sheets "A10" (125 TFLOPS, 600 GB/s) and "A40" (149.7 TFLOPS, 696 GB/s); A10G as in AWS's G5 (70 TFLOPS).
@@ -171,7 +171,7 @@ PRESETS: dict[str, Hardware] = {
         _gpu("4090-24g", 24_564, 165.2e12, 82.6e12, 1.008e12, _PCIE4 / 2),
         _gpu("5090-32g", 32_607, 209.5e12, 104.8e12, 1.792e12, _PCIE5 / 2),
         # AMD, "Instinct MI300X" data sheet: 1,307.4 TFLOPS, 192 GB, 5.3 TB/s, seven links of 64 GB/s and direction.
-        _gpu("mi300x-192g", 196_592, 1307.4e12, 163.4e12, 5.3e12, 448e9, _NDR, None),
+        _gpu("mi300x-192g", 196_592, 1307.4e12, 163.4e12, 5.3e12, 448e9, _NDR),
         # For processes that share a few cores and use gloo. Calibrate if numbers matter.
         Hardware(
             "cpu-gloo",

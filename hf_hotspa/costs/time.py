@@ -82,12 +82,16 @@ def pipeline_seconds(pipeline: Pipeline) -> float:
     Visits operations in an order in which all inputs are known: for each backward pass, first the forward passes that
     may begin before it, from the first stage to the last, then that backward pass, from the last stage to the first.
     """
-    forward, backward, hops, reach = pipeline.forward, pipeline.backward, pipeline.hops, pipeline.reach
-    num_stages, total = len(forward), len(forward[0])
-    if num_stages == 1:
-        return sum(forward[0]) + sum(backward[0])
+    if len(pipeline.forward) == 1:
+        return sum(pipeline.forward[0]) + sum(pipeline.backward[0])
     if pipeline.rounds > 1:
         return max((event.end for event in interleaved_events(pipeline)), default=0.0)
+    return _walked_seconds(pipeline)
+
+
+def _walked_seconds(pipeline: Pipeline) -> float:
+    forward, backward, hops, reach = pipeline.forward, pipeline.backward, pipeline.hops, pipeline.reach
+    num_stages, total = len(forward), len(forward[0])
     depth = pipeline.depth or num_stages
     clock, begun = [0.0] * num_stages, [0] * num_stages
     ready = [0.0] * total  # when the next stage of a pack has its hidden state

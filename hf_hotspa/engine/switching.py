@@ -4,7 +4,6 @@ Built before anything large is allocated, so that strategies that do not fit fai
 returns its job, which runs beside the computation or is already done.
 """
 
-import gc
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.engine.device_memory import device_limit
 from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchExecutor, SwitchJob, SwitchStats, SwitchWorker, Wires
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.errors import DeviceMemoryError, check_choice
@@ -366,19 +366,6 @@ class MemoryForecast:
                 why="activations and optimizer state come on top",
                 fix="use strategies with more tp or pp, a smaller hotspa_staging_mb, no second source, or on GPUs hotspa_offload=master",
             )
-
-
-def device_limit(device: torch.device) -> int | None:
-    """Bytes that this process can still allocate on an accelerator; None on the CPU, where the limit is unknown.
-
-    First returns torch's cached memory (of a calibration, say) to the device: otherwise a plan made after a calibration
-    would have less memory than one that reads its file.
-    """
-    if device.type != "cuda":
-        return None
-    gc.collect()  # a model has reference cycles
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 # -- moving -----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ pure function of plain data, equal on all ranks. No torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,14 +18,16 @@ from hf_hotspa.packing.bucketing import check_lengths, cut_rows
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.bucket_plan import Plan, all_buckets
 from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.offers import MARGIN, choose
-from hf_hotspa.search.search import Choice
+from hf_hotspa.search.offers import choose
+from hf_hotspa.search.question import Question
+from hf_hotspa.search.search import Choice, SearchOptions
 from hf_hotspa.strategy import Bucket, Strategy
 
 PACK_MARGIN = 0.01
 """How much slower, by the time model, a bucket may be with packs of at most half the size, which use less memory."""
 NEAR = 0.5
-"""Up to how much slower than the chosen plan others are raced: the error of a time model calibrated on shared cores."""
+"""Up to how much slower than the chosen plan others are raced. Their weights take memory from its packs, and a race
+tries what is predicted to be farther behind only in long runs."""
 _PACK_SHARE = 0.75
 """The share of their tokens that the chosen plan's packs keep when a plan with more weights on a rank is raced."""
 SCALES = (0.25, 4.0)
@@ -35,53 +36,64 @@ _SEQUENCES = 2048
 _MIB = 1 << 20
 
 
-def make_auto_plan(
-    table: SequenceTable,
-    strategies: Sequence[Strategy],
-    cost: CostModel,
-    *,
-    mini_batch_size: int,
-    limit_bytes: float | None,  # memory of a device for this program; None for no limit
-    limit_source: str = "",  # its origin, in words
-    longest: int
-    | None = None,  # tokens that must fit; None: of the longest row, or with a policy what model and memory allow
-    policy: str = "error",  # one of `OVERLONG_POLICIES`
-    most_tokens: Mapping[Strategy, int] | None = None,
-    evaluated: Sequence[SequenceTable] = (),  # the scans of evaluation sets: their longest rows must fit, too
-    sampled: bool = False,  # whether longer rows than the scanned ones may come: all that model and memory allow must fit
-    near: float = 0.0,  # up to how much slower other plans are raced, as a share (`Plan.raced`)
-    beside: Sequence[Strategy] = (),  # strategies that share the arena
-    **options: Any,  # as for `offers.choose`
-) -> Plan:
+@dataclass(frozen=True)
+class RunQuestion:
+    """What a run is planned for, and within which limits."""
+
+    table: SequenceTable  # the scan of the data set
+    mini_batch_size: int  # rows
+    limit_bytes: float | None = None  # memory of a device for this program; None for no limit
+    limit_source: str = ""  # its origin, in words
+    longest: int | None = None  # tokens that must fit; None: the longest row, or with a policy what memory allows
+    policy: str = "error"  # one of `OVERLONG_POLICIES`
+    most_tokens: Mapping[Strategy, int] = field(
+        default_factory=dict
+    )  # of packs that ran out of memory, see `Capacities`
+    evaluated: Sequence[SequenceTable] = ()  # the scans of evaluation sets: their longest rows must fit, too
+    sampled: bool = (
+        False  # whether longer rows than the scanned ones may come: all that model and memory allow must fit
+    )
+    beside: Sequence[Strategy] = ()  # strategies that share the arena
+    max_phases: int = 3  # the most buckets
+    raced: bool = False  # whether other plans are raced, see `Plan.raced`
+    may_go_round: bool = False  # whether the ranks of a pipeline may have two stages
+    may_chunk: bool = True  # whether a sequence may be trained in chunks
+    has_host_memory: bool = True  # whether their keys and values may go to host memory
+
+
+def make_auto_plan(asked: RunQuestion, strategies: Sequence[Strategy], cost: CostModel) -> Plan:
     """Plans a run. Raises `DataError`: there is nothing to train on. Raises `OverlongError`, `DeviceMemoryError`: see
     `longest_wanted`; no strategy holds the longest sequence."""
-    arena = max(map(cost.memory.arena_bytes, beside), default=0)
-    capacities = Capacities(cost.memory, limit_bytes, most_tokens or {}, arena)
-    most = max(map(capacities.tokens, strategies))
-    top = _longest([table, *evaluated], cost.sizes.shape, longest, policy, most, sampled)
-    sample, size = _sample(table, top, policy, mini_batch_size)
+    arena = max(map(cost.memory.arena_bytes, asked.beside), default=0)
+    capacities = Capacities(cost.memory, asked.limit_bytes, asked.most_tokens, arena)
+    top = _longest(asked, cost.sizes.shape, max(map(capacities.tokens, strategies)))
+    sample, size = _sample(asked.table, top, asked.policy, asked.mini_batch_size)
+    options = SearchOptions(asked.max_phases, pack_margin=PACK_MARGIN, may_go_round=asked.may_go_round)
 
-    def chosen(lengths: Sequence[int], near: float = 0.0) -> Choice:
+    def chosen(lengths: Sequence[int], raced: bool = False) -> Choice:
+        question = Question(cost, capacities, lengths, size, top)
         return choose(
-            lengths, strategies, cost, capacities, mini_batch_size=size, longest=top, pack_margin=PACK_MARGIN,
-            plain_margin=MARGIN, near=near, **{"may_go_round": False, **options},
+            question, strategies, replace(options, raced=raced),
+            may_chunk=asked.may_chunk, has_host_memory=asked.has_host_memory,
         )  # fmt: skip
 
     try:
-        choice = chosen(sample, near)
-        others = [chosen(_scaled(sample, by, top)).buckets for by in SCALES if sampled and not beside]
+        choice = chosen(sample, asked.raced)
+        scales = SCALES if asked.sampled and not asked.beside else ()
+        others = [chosen(_scaled(sample, by, top)).buckets for by in scales]
     except DeviceMemoryError as error:
-        where = f"hotspa_memory_limit_mb: {limit_source}"
+        where = f"hotspa_memory_limit_mb: {asked.limit_source}"
         raise DeviceMemoryError(error.what, where=where, why=error.why, fix=error.fix) from None
+    near = [plan.buckets for plan in choice.near if plan.seconds <= choice.seconds * (1 + NEAR)]
     pool = pool_of(choice, capacities)
-    (smaller,), raced = fitting_beside([pool], [plan.buckets for plan in choice.near], capacities, _PACK_SHARE)
+    (smaller,), raced = fitting_beside([pool], near, capacities, _PACK_SHARE)
     if smaller != pool:
         pool, choice = smaller, choice.with_packs_of(smaller)
     _, ready = fitting_beside([pool, *raced], others, capacities)
-    memory = _fullest_memory(cost, [pool, *raced, *ready])
     return Plan(
-        choice, pool, memory, mini_batch_size, limit_bytes, limit_source, raced=tuple(raced), ready=tuple(ready)
-    )
+        choice, pool, _fullest_memory(cost, [pool, *raced, *ready]), asked.mini_batch_size, asked.limit_bytes,
+        asked.limit_source, raced=tuple(raced), ready=tuple(ready),
+    )  # fmt: skip
 
 
 def _scaled(lengths: Sequence[int], by: float, longest: int) -> list[int]:
@@ -161,13 +173,11 @@ def longest_wanted(
     return needed
 
 
-def _longest(
-    tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, capacity: int, sampled: bool
-) -> int:
-    if sampled and asked is None:
-        longest_wanted(tables, shape, asked, policy)
+def _longest(asked: RunQuestion, shape: ModelShape, capacity: int) -> int:
+    tables = [asked.table, *asked.evaluated]
+    wanted = longest_wanted(tables, shape, asked.longest, asked.policy)
+    if asked.sampled and asked.longest is None:
         return min((n for n in (shape.max_position_embeddings, capacity) if n), default=_longest_of(tables))
-    wanted = longest_wanted(tables, shape, asked, policy)
     if wanted is not None:
         return wanted
     # the policy handles what fits nowhere; without any capacity the search reports what is missing

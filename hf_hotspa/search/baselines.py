@@ -20,9 +20,7 @@ of `hotspa_strategies`. Times and memory use the plan's models. Plain data, no t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.data_sheet import LINK_EFFICIENCY
 from hf_hotspa.costs.formulas import model_state_bytes, traffic
 from hf_hotspa.costs.hardware import Hardware
@@ -31,11 +29,10 @@ from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, OverlongError
-from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.estimate import Evaluator, pack_choices, packed
-from hf_hotspa.search.offers import make_evaluator, sharing_layouts
-from hf_hotspa.search.search import search
+from hf_hotspa.search.estimate import pack_choices, packed
+from hf_hotspa.search.offers import sharing_layouts
+from hf_hotspa.search.question import Question
+from hf_hotspa.search.search import SearchOptions, search
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, parse_buckets
 
 STAGES = (1, 2, 3)
@@ -151,18 +148,12 @@ class DataParallel:
             return fixed + sum(forward_share * t for t in busiest) + sum(backward) + gather
         return fixed + sum(max(forward_share * t, gather / steps / 2) for t in busiest) + sum(backward)
 
-    def best(
-        self,
-        stage: int,
-        batches: Sequence[Sequence[int]],
-        weights: Sequence[float],
-        longest: int,
-        limit_bytes: float | None,
-    ) -> Baseline:
-        """Returns the fastest run under a stage, with or without gradient checkpointing, or how much of it fits;
-        `weights` weigh the batches."""
+    def best(self, stage: int, question: Question) -> Baseline:
+        """Returns the fastest run under a stage, with or without gradient checkpointing, or how much of it fits."""
+        batches, weights = question.batches
+        longest, limit_bytes = question.longest, question.capacities.limit_bytes
         most, plain = max(longest, *map(sum, batches)), self._strategy(False)
-        quadratic_cost = self.memory.sizes.shape.quadratic_cost
+        quadratic_cost = question.shape.quadratic_cost
         capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
         runs: list[tuple[float, bool, int]] = []
         for again, capacity in capacities.items():
@@ -213,29 +204,13 @@ class Rival:
         return {"name": self.name, "hotspa_strategies": text, "seconds": self.seconds, "why": self.why}
 
 
-@dataclass(frozen=True)
-class Pricing:
-    """Prices strategies for lengths in random order; `longest`, in tokens, is the longest sequence that must fit."""
-
-    cost: CostModel
-    capacities: Capacities
-    lengths: Sequence[int]
-    mini_batch_size: int
-    longest: int
-
-    @cached_property
-    def evaluator(self) -> Evaluator:
-        return make_evaluator(self.lengths, self.cost, self.mini_batch_size, self.longest)
+class Pricing(Question):
+    """Prices alternatives to the plan for a question."""
 
     def best(self, name: str, strategies: Sequence[Strategy], max_phases: int = 1) -> Rival:
         """Returns the fastest alternative made of some strategies."""
-        time, switch = self.cost.time, self.cost.switch_seconds(strategies)
         try:
-            choice = search(
-                self.lengths, strategies, time, self.capacities, switch, mini_batch_size=self.mini_batch_size,
-                longest=self.longest, quadratic_cost=self.cost.sizes.shape.quadratic_cost, max_phases=max_phases,
-                evaluator=self.evaluator,
-            )  # fmt: skip
+            choice = search(self, strategies, SearchOptions(max_phases))
         except DeviceMemoryError as error:
             return Rival(name, (), None, error.what)
         return Rival(name, choice.buckets, choice.seconds)
@@ -253,8 +228,7 @@ class Pricing:
             if limit is not None and need.total > limit:
                 why = f"{bucket} needs {size(need.total)} of a device, and the limit is {size(limit)}"
                 return Rival(name, buckets, None, why)
-        evaluator = make_evaluator(self.lengths, self.cost, self.mini_batch_size, max(self.lengths))
-        evaluator.switch.update(self.cost.switch_seconds(strategies))
+        evaluator = replace(self, longest=max(self.lengths)).price(strategies)
         phases = (evaluator.phase(b.strategy, b.low, b.longest, b.pack_tokens) for b in buckets)
         return Rival(name, buckets, sum(phase.seconds for phase in phases))
 
@@ -262,8 +236,7 @@ class Pricing:
         """Prices strategies in the syntax of `hotspa_strategies`: buckets as they are, or names, for which the best
         edges and packs are searched. Raises `HotspaError`: they are invalid, or cannot run this model on so many
         devices."""
-        shape: ModelShape = self.cost.sizes.shape
-        as_given = ":" in text
+        shape, as_given = self.shape, ":" in text
         named = [Strategy.parse(part.strip()) for part in text.split(",")] if not as_given else []
         known = parse_buckets(text) if as_given else tuple(Bucket(s, 1 + i, 1 + i, i) for i, s in enumerate(named))
         check_buckets(known, world_size, shape)
@@ -285,8 +258,7 @@ def people_run(pricing: Pricing, strategies: Sequence[Strategy], devices_per_nod
     rivals += [pricing.best(MEGATRON, megatron)] if (megatron := [s for s in whole if s.tp * s.pp > 1]) else []
     if any(s.cp > 1 for s in plain):
         # one layout, whose replicas share the packs of long rows, as in Megatron and verl
-        layouts = sharing_layouts(plain, pricing.cost, pricing.longest, pricing.capacities.tokens, pricing.evaluator)
-        priced = [pricing.best(DYNAMIC, own, max_phases=3) for own in layouts]
+        priced = [pricing.best(DYNAMIC, own, max_phases=3) for own in sharing_layouts(pricing, plain)]
         known = [rival for rival in priced if rival.seconds is not None]
         none = Rival(DYNAMIC, (), None, f"no layout holds a sequence of {pricing.longest} tokens")
         rivals.append(min(known, key=lambda rival: rival.seconds or 0.0, default=none))

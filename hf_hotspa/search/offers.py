@@ -14,15 +14,13 @@ cost less, kept graphs save a forward pass, and host memory is the last resort. 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.pipeline_order import runs_chunks, runs_rounds
-from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.estimate import Evaluator
-from hf_hotspa.search.search import Choice, mini_batches, search
+from hf_hotspa.search.question import Question
+from hf_hotspa.search.search import Choice, SearchOptions, search
 from hf_hotspa.strategy import Strategy, expert_strategies
 
 CHUNK_SIZES = (16384, 8192, 4096, 2048, 1024, 512, 256)
@@ -96,12 +94,6 @@ def longest_by_strategy(
     return longest
 
 
-def pipelines_alone(strategies: Iterable[Strategy], longest: int, tokens: Held) -> list[Strategy]:
-    """Returns cp with a pipeline, not sharded, to try as single strategies if plans are raced, although `that_pay`
-    treats it as a last resort: on busy cores it was the fastest, although predicted 9 % behind."""
-    return [s for s in strategies if s.cp > 1 and s.pp > 1 and s.is_common and tokens(s) >= longest]
-
-
 def _shapes_beside(asked: Strategy, shape: ModelShape) -> list[Strategy]:
     """A strategy, and those that spread over one axis; the other devices are dp."""
     world, shapes = asked.world_size, [asked, Strategy(dp=asked.world_size)]
@@ -129,8 +121,7 @@ def _that_hold(strategies: Iterable[Strategy], longest: int, tokens: Held, *, in
 
 
 MARGIN = 0.03
-"""How much better than the best single strategy a pool must be; and, in a run, a single strategy than one with fewer
-ranks to a replica. Less is within the error of a calibrated time model."""
+"""How much better than the best single strategy a pool must be. Less is within the error of a calibrated time model."""
 _FAMILIES = 3  # how many layouts whose replicas share packs are searched separately: those that could be the fastest
 _DEGREES = 2  # how many degrees of ep are tried beside one strategy: the smallest that holds the sequence, and one more
 
@@ -158,52 +149,35 @@ def divided(strategies: Sequence[Strategy], shape: ModelShape, options: RunOptio
 
 
 def choose(
-    lengths: Sequence[int],
+    question: Question,
     strategies: Sequence[Strategy],
-    cost: CostModel,
-    capacities: Capacities,
+    options: SearchOptions,
     *,
-    mini_batch_size: int,
-    longest: int,
     may_chunk: bool = True,  # whether a sequence may be trained in chunks (`+ck`)
     has_host_memory: bool = True,  # whether their keys and values may go to host memory (`+kh`)
-    may_go_round: bool = True,  # whether the ranks of a pipeline may have two stages (`+v2`), if the schedule runs them
-    evaluator: Evaluator | None = None,
-    **options: Any,  # and the other arguments: as for `search`
 ) -> Choice:
-    """Searches among those strategies that can pay, in chunks of tokens if nothing else holds the longest sequence."""
-    shape, schedule, tokens = cost.sizes.shape, cost.memory.options.schedule, capacities.tokens
-    evaluator = evaluator or make_evaluator(lengths, cost, mini_batch_size, longest)
-    families = sharing_layouts(strategies, cost, longest, tokens, evaluator)
-    pipelines = pipelines_alone(strategies, longest, tokens) if options.get("near", 0.0) > MARGIN else []
-    strategies = that_pay(strategies, lengths, mini_batch_size, longest, tokens, shape.quadratic_cost)
+    """Searches among those strategies that can pay, in chunks of tokens if nothing else holds the longest sequence. Two
+    stages on a rank (`+v2`) only if the schedule runs them."""
+    shape, schedule, tokens, longest = question.shape, question.schedule, question.capacities.tokens, question.longest
+    families = sharing_layouts(question, strategies)
+    size = question.mini_batch_size or len(question.lengths)
+    strategies = that_pay(strategies, question.lengths, size, longest, tokens, shape.quadratic_cost)
     strategies = experts_that_pay(strategies, longest, tokens)
     alone = chunks_alone(strategies, longest, tokens, shape, schedule=schedule) if may_chunk else []
-    alone += [s for s in pipelines if s not in strategies]
     if may_chunk:
         strategies = with_chunks(strategies, longest, tokens, shape, schedule=schedule, has_host_memory=has_host_memory)
-    options |= {"families": families, "alone": alone, "may_go_round": may_go_round and runs_rounds(schedule)}
-    return search(
-        lengths, strategies, cost.time, capacities, cost.switch_seconds([*strategies, *alone]), longest=longest,
-        mini_batch_size=mini_batch_size, quadratic_cost=shape.quadratic_cost, margin=MARGIN, evaluator=evaluator, **options,
-    )  # fmt: skip
+    may_go_round = options.may_go_round and runs_rounds(schedule)
+    options = replace(options, margin=MARGIN, families=families, alone=alone, may_go_round=may_go_round)
+    return search(question, strategies, options)
 
 
-def make_evaluator(lengths: Sequence[int], cost: CostModel, mini_batch_size: int, longest: int) -> Evaluator:
-    """Makes the evaluator for the search and all alternatives, so that nothing is simulated twice."""
-    batches, weights = mini_batches(lengths, mini_batch_size, longest)
-    return Evaluator(batches, cost.time, {}, cost.sizes.shape.quadratic_cost, weights)
-
-
-def sharing_layouts(
-    strategies: Iterable[Strategy], cost: CostModel, longest: int, tokens: Held, evaluator: Evaluator
-) -> list[list[Strategy]]:
+def sharing_layouts(question: Question, strategies: Iterable[Strategy]) -> list[list[Strategy]]:
     """Returns the strategies of each layout whose replicas share the packs of long rows, for the layouts that could be
     the fastest. As in Megatron and verl: without fully sharded strategies, chunks, or divided experts."""
-    layouts = _by_layout(s for s in strategies if s.is_common and cost.time.knows(s))
-    able = [own for own in layouts.values() if len(own) > 1 and any(tokens(s) >= longest for s in own)]
-    evaluator.switch.update(cost.switch_seconds(s for own in able for s in own))
-    least = [min(evaluator.bound(s, 0, longest, longest, shares=True) for s in own) for own in able]
+    layouts = _by_layout(s for s in strategies if s.is_common and question.cost.time.knows(s))
+    able = [own for own in layouts.values() if len(own) > 1 and any(map(question.holds, own))]
+    bound = partial(question.price([s for own in able for s in own]).bound, low=0, high=question.longest, shares=True)
+    least = [min(bound(s, pack_tokens=question.longest) for s in own) for own in able]
     return [able[index] for index in sorted(range(len(able)), key=least.__getitem__)[:_FAMILIES]]
 
 

@@ -12,6 +12,9 @@ Exactness:
 * The best single strategy is always exact (all whose lower bound can win are packed and simulated), and a pool must
   beat it by `margin`: the answer is never worse than the best static strategy, and may be not to switch. Packs are then
   made smaller if that costs at most `pack_margin`.
+* A run races a few plans, because no time model distinguishes neighbours. One rule chooses them: the best single
+  strategy, the best that has replicas only, the best that moves no layers (both in whole packs: the time of chunks is
+  as hard to predict as the time of moving), and the best pool.
 * Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best
   single pipeline that can have them. They do not change what is moved and hardly change what is held,
   so the best strategies and edges are taken to be the same; searching every pipeline both ways would take twice as
@@ -26,18 +29,15 @@ good choice of its strategy, too little to affect other choices. Deterministic; 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
-from typing import Any
 
 import numpy as np
 
-from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
+from hf_hotspa.search.estimate import LengthTable, choose_edges, pack_choices
 from hf_hotspa.search.partition import best_partitions
+from hf_hotspa.search.question import Question
 from hf_hotspa.strategy import Bucket, Strategy
 
 
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Near:
-    """Another plan, whose predicted mean seconds of a mini-batch, including switches, are near the chosen plan's."""
+    """Another plan, and its predicted mean seconds of a mini-batch, including switches."""
 
     buckets: tuple[Bucket, ...]
     seconds: float
@@ -76,7 +76,7 @@ class Choice:
     rows: tuple[Row, ...]
     exact: bool  # whether all ranges of lengths were simulated, see `search`
     num_simulated: int  # phases that were packed and simulated in the search
-    near: tuple[Near, ...] = ()  # other plans, fastest first, if requested
+    near: tuple[Near, ...] = ()  # the other plans that a run may race, fastest first, if requested
 
     @property
     def switches(self) -> bool:
@@ -105,22 +105,9 @@ Phases = tuple[Phase, ...]  # by length
 MOST_PHASES = 8  # more phases have never gained; the time of a search grows with them
 EXACT_PHASES = 600  # phases (strategies x ranges x pack sizes) up to which every one is packed and simulated
 _MOST_EDGES = 24
-_SEQUENCES_EVALUATED = 2048
 _KEPT = 32  # pools kept for each arena and number of phases, by estimate
 _PATIENCE = 7  # pools that are simulated in vain before the search ends
 _STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)  # by how many candidates an edge is moved at a time
-MOST_SINGLES, MOST_POOLS = 3, 1
-"""How many other plans near the best one are reported: with a single strategy, and with several."""
-_SOME = 0.05  # the least time of every phase of a plan near another one, as a share of the plan's seconds
-_KNOWN = 2
-"""By how many times the usual margin two kinds may be behind and still be near: replicas alone, which everybody knows;
-and the fastest strategy that moves no layers while it computes, beside one that does (the time of moving on busy cores
-is the hardest to predict)."""
-_MOVES = 0.08
-"""By how much a plan that moves layers counts as slower than predicted when near plans are compared, for the same
-reason."""
-_SAME_ARENA = 0.01  # by how much of the memory limit arenas must differ to be searched separately
-_RARE = 0.01  # the weight of a mini-batch with a longest sequence that the histogram does not show
 
 
 @dataclass(frozen=True)
@@ -131,62 +118,34 @@ class SearchOptions:
     margin: float = 0.01  # how much better than the best single strategy a pool must be, as a share
     # how much slower a bucket may be with smaller packs, which use less memory and are nearer to what was measured
     pack_margin: float = 0.0
-    plain_margin: float = 0.0  # how much better a single strategy must be than one with fewer ranks to a replica
     may_go_round: bool = False  # whether the ranks of a pipeline may have two stages each (`+v2`)
-    # up to how much slower other plans are reported: `MOST_SINGLES` with one strategy, `MOST_POOLS` with more
-    near: float = 0.0
+    raced: bool = False  # whether the other plans that a run may race are wanted, too
     # strategies of one layout each that are also searched separately: see `offers.sharing_layouts`
     families: Sequence[Sequence[Strategy]] = ()
-    alone: Iterable[Strategy] = ()  # strategies that are never in pools
+    alone: Sequence[Strategy] = ()  # strategies that are never in pools
 
 
-def search(
-    lengths: Iterable[int],  # in random order, each at least 1: a sample of the data set
-    strategies: Iterable[Strategy],  # the legal ones; those without coefficients in the time model are left out
-    time: TimeModel,
-    capacities: Capacities,
-    switch: Mapping[Strategy, float],  # load and return seconds of each strategy
-    *,
-    mini_batch_size: int | None = None,  # sequences of a mini-batch; None for all lengths
-    longest: int | None = None,  # the longest sequence that must fit, if longer than the given ones
-    quadratic_cost: float = 0.0,  # see `ModelShape.quadratic_cost`
-    evaluator: Evaluator | None = None,  # for the same lengths, mini-batches and models; knows what others simulated
-    **options: Any,  # see `SearchOptions`
-) -> Choice:
-    """Chooses strategies, edges and pack sizes. Raises `HotspaConfigError`: there are no lengths, no strategy with
-    coefficients, or an argument is impossible. Raises `HotspaError`: no strategy holds the longest sequence; from
-    `capacities`."""
-    sample, asked = [int(length) for length in lengths], SearchOptions(**options)
-    if not sample or min(sample) < 1:
+def search(question: Question, strategies: Iterable[Strategy], options: SearchOptions | None = None) -> Choice:
+    """Chooses strategies, edges and pack sizes among legal strategies; those without coefficients in the time model are
+    left out. Raises `HotspaConfigError`: there are no lengths, no strategy with coefficients, or an option is
+    impossible. Raises `HotspaError`: no strategy holds the longest sequence; from `Capacities`."""
+    asked, size, lengths = options or SearchOptions(), question.mini_batch_size, question.lengths
+    if not lengths or min(lengths) < 1:
         raise HotspaConfigError("there are no lengths, or some are below 1 token", fix="give a histogram with lengths")
-    if asked.max_phases < 1 or not 0 <= asked.margin < 1 or (mini_batch_size is not None and mini_batch_size < 1):
+    if asked.max_phases < 1 or not 0 <= asked.margin < 1 or (size is not None and size < 1):
         raise HotspaConfigError(
-            f"max_phases {asked.max_phases}, margin {asked.margin} or mini_batch_size {mini_batch_size} is wrong"
+            f"max_phases {asked.max_phases}, margin {asked.margin} or mini_batch_size {size} is wrong"
         )
-    pool = sorted({s for s in strategies if time.knows(s)})
+    pool = sorted({s for s in strategies if question.cost.time.knows(s)})
     if not pool:
         fix = "calibrate the model's strategies"
         raise HotspaConfigError("no strategy has coefficients in the time model", fix=fix)
-    longest = max(longest or 0, *sample)
-    if all(capacities.tokens(s) < longest for s in pool):
-        raise capacities.too_long(longest, pool)
-    batches, weights = mini_batches(sample, mini_batch_size, longest)
-    evaluator = evaluator or Evaluator(batches, time, {}, quadratic_cost, weights)
-    evaluator.switch.update(switch)
-    return _Search(pool, (batches, weights), time, capacities, evaluator, longest, asked).run()
-
-
-def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
-    """Returns mini-batches of `size` lengths (None: all) of a random sample, and their weights: equal, plus a rare one
-    with only a longest sequence, if all others are shorter."""
-    size = size or len(sample)
-    count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
-    stream = cycle(sample)  # repeats a histogram that is smaller than a mini-batch
-    batches, weights = [list(islice(stream, size)) for _ in range(count)], [1 / count] * count
-    if longest > max(map(max, batches)):
-        batches.append([longest])
-        weights.append(_RARE)
-    return batches, weights
+    question = (
+        replace(question, longest=max(question.longest, *lengths)) if question.longest < max(lengths) else question
+    )
+    if not any(map(question.holds, pool)):
+        raise question.capacities.too_long(question.longest, pool)
+    return _Search(question, pool, asked).run()
 
 
 _Estimated = tuple[tuple[Strategy, int, int, float], ...]
@@ -194,44 +153,41 @@ _Estimated = tuple[tuple[Strategy, int, int, float], ...]
 
 
 class _Search:
-    """One search; arguments as for `search`, `drawn` from `mini_batches`. `exact`: all ranges were simulated."""
+    """One search; arguments as for `search`. `exact`: all ranges were simulated."""
 
-    def __init__(
-        self,
-        pool: list[Strategy],
-        drawn: tuple[list[list[int]], list[float]],
-        time: TimeModel,
-        capacities: Capacities,
-        evaluator: Evaluator,
-        longest: int,
-        options: SearchOptions,
-    ) -> None:
-        (self.batches, self.weights), self.evaluator, self.options = drawn, evaluator, options
-        self.time, self.capacities, self.switch, self.longest = time, capacities, evaluator.switch, longest
-        self.most_tokens = max(longest, *map(sum, self.batches))
+    def __init__(self, question: Question, pool: list[Strategy], options: SearchOptions) -> None:
+        self.question, self.longest = question, question.longest
+        self.time, self.capacities = question.cost.time, question.capacities
+        self.batches, self.weights = question.batches
+        self.options = options
+        self.evaluator = question.price([*pool, *filter(self.time.knows, options.alone)])
+        self.switch = self.evaluator.switch
+        self.most_tokens = max(self.longest, *map(sum, self.batches))
         # the same without `+z2` and `+z3` is never slower: shards are for limited memory
-        unlimited = {s for s in pool if not s.z and capacities.tokens(s) >= self.most_tokens}
+        unlimited = {s for s in pool if not s.z and self.capacities.tokens(s) >= self.most_tokens}
         pool = [s for s in pool if not s.z or replace(s, z=0) not in unlimited]
         # `+sp` changes memory only: it is searched instead of its twin without, and removed if packs fit without
         twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
         self.plain = {
             sp: plain
             for sp, plain in twins.items()
-            if plain in pool and time.kind(sp) == time.kind(plain) and self.switch[sp] == self.switch[plain]
-            if capacities.tokens(sp) >= capacities.tokens(plain)
+            if plain in pool and self.time.kind(sp) == self.time.kind(plain) and self.switch[sp] == self.switch[plain]
+            if self.capacities.tokens(sp) >= self.capacities.tokens(plain)
         }
         self.pool = [s for s in pool if s not in set(self.plain.values())]
-        self.num_drawn = round(1 / self.weights[0])
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
 
     def run(self) -> Choice:
-        margin, near = self.options.margin, self.options.near
-        static = self._best_static()
+        margin = self.options.margin
+        singles = self._best_singles()
         pools = self._candidates() if self.options.max_phases > 1 and len(self.pool) > 1 else []
+        static = singles[0]
         for phases in self._of_families(min(map(self._seconds, (static, *pools)))):
-            (self._singles if len(phases) == 1 else pools).append(phases)
-            static = min(static, phases, key=self._seconds) if len(phases) == 1 else static
+            if len(phases) > 1:
+                pools.append(phases)
+            else:
+                static = min(static, phases, key=self._seconds)
         best = min((static, *pools), key=self._seconds)
         if self.options.may_go_round:
             # another single pipeline may be the fastest then: not all strategies can have two stages on a rank
@@ -241,9 +197,22 @@ class _Search:
             best = min(best, static, key=self._seconds)
         if len(best) > 1 and not self._seconds(best) < self._seconds(static) * (1 - margin):
             best = static
-        others = self._near(best, [static, *self._singles], pools, near) if near else []
+        others = [static, *singles[1:], *sorted(pools, key=self._seconds)[:1]] if self.options.raced else []
         best, static, *others = (self._plainest(map(self._slim, phases)) for phases in (best, static, *others))
-        return self._choice(best, static, others)
+        others = [each for each in dict.fromkeys(others) if each != best]
+        return self._choice(best, static, sorted(others, key=self._seconds))
+
+    def _of_families(self, most: float) -> list[Phases]:
+        """The best of each family that may take less than so many seconds."""
+        chosen: list[Phases] = []
+        options = SearchOptions(self.options.max_phases, self.options.margin)
+        for family in self.options.families:
+            own = sorted(filter(self.time.knows, family))
+            bounds = (self.evaluator.bound(s, 0, self.longest, self.most_tokens, shares=True) for s in own)
+            if any(map(self.question.holds, own)) and min(bounds) < most:
+                buckets = _Search(self.question, own, options).run().buckets
+                chosen.append(tuple((b.strategy, b.low, b.longest, b.pack_tokens) for b in buckets))
+        return chosen
 
     def _can_go_round(self, strategy: Strategy) -> bool:
         """Whether the ranks of its pipeline can have two stages each."""
@@ -267,51 +236,6 @@ class _Search:
             if fits and self._seconds(trial) < self._seconds(phases) - least:
                 phases = trial
         return phases
-
-    def _of_families(self, most: float) -> list[Phases]:
-        """The best of each family that may take less than so many seconds."""
-        chosen: list[Phases] = []
-        options = SearchOptions(self.options.max_phases, self.options.margin)
-        for each in self.options.families:
-            own = sorted({s for s in each if self.time.knows(s)})
-            if (
-                any(self.capacities.tokens(s) >= self.longest for s in own)
-                and min(self.evaluator.bound(s, 0, self.longest, self.most_tokens, shares=True) for s in own) < most
-            ):
-                drawn = self.batches, self.weights
-                searched = _Search(own, drawn, self.time, self.capacities, self.evaluator, self.longest, options)
-                chosen.append(tuple((b.strategy, b.low, b.longest, b.pack_tokens) for b in searched.run().buckets))
-        return chosen
-
-    def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
-        """Other plans that are hardly slower than the best one; of plans with the same degrees the fastest, whatever
-        their options, which are for memory, and beside one that moves layers also one that does not. A phase with next
-        to no work does not make another plan."""
-        least, moves = self._seconds(best), any(phase[0].z == 3 for phase in best)
-        whole = min((each for each in singles if each[0][0].z < 3), key=self._seconds, default=None) if moves else None
-        taken, chosen = {self._kinds(best, moving=True)}, list[Phases]()
-
-        def order(phases: Phases) -> float:
-            return self._seconds(phases) * (1 + _MOVES * any(phase[0].z == 3 for phase in phases))
-
-        for group, number in ((singles, MOST_SINGLES), (pools, MOST_POOLS)):
-            left = number
-            for phases in sorted(group, key=order):
-                (strategy, *_), *others = phases
-                replicas = not others and strategy.ranks_of_a_replica == 1 and not strategy.cuts_packs
-                known = replicas or phases == whole
-                behind = self._seconds(phases) > least * (1 + near * (_KNOWN if known else 1))
-                some = all(self._seconds((phase,)) >= _SOME * least for phase in phases)
-                new = taken.isdisjoint((self._kinds(phases), self._kinds(phases, moving=True)))
-                if (left > 0 or known) and some and not behind and new:
-                    taken.add(self._kinds(phases, moving=True))
-                    chosen.append(phases)
-                    left -= 1
-        return sorted(chosen, key=self._seconds)
-
-    def _kinds(self, phases: Phases, moving: bool = False) -> frozenset[Strategy]:
-        """The strategies without options; `moving`: with `+z3`, if it is there."""
-        return frozenset(replace(self.time.kind(s), rc=0, z=s.z if moving and s.z == 3 else 0, v=1) for s, *_ in phases)
 
     def _slim(self, phase: Phase) -> Phase:
         strategy, low, high, tokens = phase
@@ -357,46 +281,36 @@ class _Search:
             self._known_packs[key] = sorted(sizes, reverse=True)
         return self._known_packs[key]
 
-    def _best_static(self) -> Phases:
-        """Tries all single strategies and pack sizes, lowest bound first, until no bound can win, or be near.
-
-        Returns the fastest, or of those behind it by less than the margin one with the fewest ranks to a replica.
-        """
-        whole, near, plain_margin = (0, self.longest), self.options.near, self.options.plain_margin
-        options = [
+    def _best_singles(self) -> list[Phases]:
+        """The best single strategy and, if plans are raced, the best that has replicas only and the best that moves no
+        layers, both in whole packs, as far as there are any. Exact: tries all pack sizes, lowest bound first, while the bound can win."""
+        whole, every = (0, self.longest), [*self.pool, *filter(self.time.knows, self.options.alone)]
+        bounds = [
             (self.evaluator.bound(strategy, *whole, tokens), strategy, tokens)
-            for strategy in [*self.pool, *filter(self.time.knows, self.options.alone)]
+            for strategy in every
             for tokens in self._packs(strategy, self.capacities.arena(strategy), self.longest)
         ]
-        timed: list[tuple[float, Strategy, int]] = []
-        most = far = round_s = math.inf
-        kinds = dict[frozenset[Strategy], float]()  # the fastest of each
-        for bound, strategy, tokens in sorted(options):
-            if bound >= most and bound >= min([far, *sorted(kinds.values())[MOST_SINGLES:]]):
-                break
-            rounds = self._can_go_round(strategy)
-            asked = max(most, far, round_s if rounds else 0.0) if strategy.ranks_of_a_replica > 1 else math.inf
-            seconds = self.evaluator.seconds_within(strategy, *whole, tokens, asked)
-            if seconds > asked:
+        kinds: list[Callable[[Strategy], bool]] = [lambda s: True]
+        if self.options.raced:
+            kinds += [lambda s: s.ranks_of_a_replica == 1 and not s.cuts_packs, lambda s: s.z < 3 and not s.cuts_packs]
+        least, best = [math.inf] * len(kinds), [Phases()] * len(kinds)
+        round_s, self._pipeline = math.inf, Phases()
+        for bound, strategy, tokens in sorted(bounds):
+            mine = [index for index, has in enumerate(kinds) if has(strategy) and bound < least[index]]
+            rounds = bound < least[0] and self._can_go_round(strategy)
+            if not mine:
                 continue
-            timed.append((seconds, strategy, tokens))
-            kind = self._kinds(((strategy, *whole, tokens),))
-            kinds[kind] = min(seconds, kinds.get(kind, math.inf))
-            most, far = min(most, seconds * (1 + plain_margin)), min(far, seconds * (1 + near))
-            round_s = min(round_s, seconds) if rounds else round_s
-        self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]
-        # tried even if predicted to be far behind: what everybody knows, and what moves no layers
-        replicas = [each for each in options if each[1].ranks_of_a_replica == 1 and not each[1].cuts_packs]
-        unmoved = [each for each in options if each[1].z < 3]
-        for known in (replicas, unmoved) if near else ():
-            self._singles += [((strategy, *whole, tokens),) for _, strategy, tokens in sorted(known)[:1]]
-        pipelines = [each for each in timed if self._can_go_round(each[1])]
-        self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(pipelines)), None)
-        winning = [each for each in timed if each[0] <= most]
-        _, strategy, tokens = min(
-            winning, key=lambda each: (each[1].ranks_of_a_replica if plain_margin else 0, each[0])
-        )
-        return ((strategy, *whole, tokens),)
+            most = max(*(least[index] for index in mine), round_s if rounds else 0.0)
+            seconds, phases = (
+                self.evaluator.seconds_within(strategy, *whole, tokens, most),
+                ((strategy, *whole, tokens),),
+            )
+            for index in mine:
+                if seconds < least[index]:
+                    least[index], best[index] = seconds, phases
+            if rounds and seconds < round_s:
+                round_s, self._pipeline = seconds, phases
+        return [phases for phases in best if phases]
 
     def _candidates(self) -> list[Phases]:
         def total(phases: _Estimated) -> float:
@@ -416,14 +330,14 @@ class _Search:
         return self._best_first(list(candidates.values()))
 
     def _arenas(self) -> list[int]:
-        """Sizes of arena that are worth a search, descending. Nearly equal sizes, or a difference small against the
-        limit, give the same strategies; the pools are packed with the arena that they need."""
+        """Sizes of arena that are worth a search, descending. Nearly equal sizes give the same strategies; the pools are
+        packed with the arena that they need."""
         sizes, limit = sorted({self.capacities.arena(s) for s in self.pool}, reverse=True), self.capacities.limit_bytes
         if limit is None:
             return sizes[:1]
         arenas: list[int] = []
         for arena in sizes:
-            if arena <= limit and (not arenas or arena < min(arenas[-1] * 0.9, arenas[-1] - _SAME_ARENA * limit)):
+            if arena <= limit and (not arenas or arena < arenas[-1] * 0.9):
                 arenas.append(arena)
         return arenas
 
@@ -527,7 +441,7 @@ class _Search:
         return best
 
     def _choice(self, phases: Phases, static: Phases, others: Sequence[Phases]) -> Choice:
-        rows, num = [], self.num_drawn
+        rows, num = [], round(1 / self.weights[0])
         for strategy, low, high, tokens in phases:
             cost = self.evaluator.phase(strategy, low, high, tokens)
             lengths = [length for batch in self.batches[:num] for length in batch if low < length <= high]

@@ -26,14 +26,14 @@ from hf_hotspa.search.bucket_plan import Plan, memory_dict
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.histogram import Counts, read_lengths
 from hf_hotspa.search.offers import choose, divided, longest_by_strategy, with_chunks
-from hf_hotspa.search.search import mini_batches
+from hf_hotspa.search.search import SearchOptions
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 
 PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
 SCHEMA_VERSION = 1
 DTYPE = "bfloat16"  # the default dtype of weights and activations
 _MOST_DEVICES = 1 << 15
-NEAR = 0.02  # up to how much slower than the chosen plan others are reported, as a share: training would try them
+NEAR = 0.02  # up to how much slower than the chosen plan those that training may race are reported, as a share
 _SHOWN = (
     "nodes", "devices_per_node", "limit_bytes", "limit_source", "dtype", "optim", "task", "recompute", "sequence_parallel"
 )  # fmt: skip
@@ -240,18 +240,16 @@ def make_plan(
     pricing = Pricing(cost, Capacities(cost.memory, setup.limit_bytes), drawn, mini_batch_size, top)
     prices = tuple(pricing.written(text, setup.world_size, setup.schedule) for text in written)
     try:
-        choice = choose(
-            drawn, strategies, cost, pricing.capacities, mini_batch_size=mini_batch_size, longest=top, max_phases=max_phases,
-            near=NEAR, evaluator=pricing.evaluator,
-        )  # fmt: skip
+        choice = choose(pricing, strategies, SearchOptions(max_phases, may_go_round=True, raced=True))
     except DeviceMemoryError as error:
         raise DeviceMemoryError(error.what, where=error.where, why=error.why, fix=_what_would_fit(setup, top)) from None
-    others, batches = DataParallel(cost.memory, time, setup.hardware), mini_batches(drawn, mini_batch_size, top)
+    near = tuple(other for other in choice.near if other.seconds <= choice.seconds * (1 + NEAR))
+    choice, others = replace(choice, near=near), DataParallel(cost.memory, time, setup.hardware)
     stages = STAGES if time.knows(Strategy(setup.world_size)) else ()
     links = tuple(cost.seconds_of_links(row.bucket.strategy) for row in choice.rows) if setup.nodes > 1 else ()
     plan = Plan(
         choice, choice.buckets, cost.rank_bytes(choice.buckets), mini_batch_size, setup.limit_bytes, setup.limit_source,
-        tuple(others.best(stage, *batches, top, setup.limit_bytes) for stage in stages), written=prices, links=links,
+        tuple(others.best(stage, pricing) for stage in stages), written=prices, links=links,
         rivals=people_run(pricing, strategies, setup.devices_per_node),
     )  # fmt: skip
     return PlannedSetup(setup, tuple(drawn), str(lengths), plan)

@@ -1,6 +1,8 @@
 """The plan behind `auto`: what must fit, what is searched, which buckets mini-batches may choose from."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -16,12 +18,13 @@ from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.automatic import fitting_beside, make_auto_plan
-from hf_hotspa.search.bucket_plan import Plan, limit_text
+from hf_hotspa.search.automatic import RunQuestion, fitting_beside, make_auto_plan
+from hf_hotspa.search.bucket_plan import limit_text
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.chooser import Selector
-from hf_hotspa.search.offers import CHUNK_SIZES, MARGIN, chunks_alone, with_chunks
-from hf_hotspa.search.search import MOST_SINGLES, _Search
+from hf_hotspa.search.offers import CHUNK_SIZES, chunks_alone, with_chunks
+from hf_hotspa.search.question import Question
+from hf_hotspa.search.search import SearchOptions, search
 from hf_hotspa.search.setup import Setup
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
@@ -49,7 +52,7 @@ LONG_TAILED = SequenceTable.from_lengths(np.clip(RNG.lognormal(4.5, 1.2, 3000), 
 def plan(table=LONG_TAILED, limit_mb=None, among=STRATEGIES, **options):
     limit = None if limit_mb is None else limit_mb * 2**20
     options = {"mini_batch_size": 64, "limit_bytes": limit, "limit_source": "as given"} | options
-    return make_auto_plan(table, among, COST, **options)
+    return make_auto_plan(RunQuestion(table, **options), among, COST)
 
 
 def test_without_a_limit_nothing_is_switched() -> None:
@@ -212,7 +215,7 @@ def test_a_sequence_that_fits_nowhere_is_trained_in_chunks(limit_mb: int) -> Non
     shape = replace(SHAPE, ck_unsupported_reason="layers of it are given whole sequences")
     cost = replace(COST, memory=replace(MEMORY, sizes=replace(SIZES, shape=shape)))
     with pytest.raises(DeviceMemoryError, match="no strategy holds a sequence of 2000 tokens"):
-        make_auto_plan(LONG, STRATEGIES, cost, mini_batch_size=64, limit_bytes=limit_mb * 2**20)
+        make_auto_plan(RunQuestion(LONG, 64, limit_mb * 2**20), STRATEGIES, cost)
 
 
 def test_chunks_stay_out_of_a_search_where_everything_fits() -> None:
@@ -249,7 +252,7 @@ def test_chunks_are_a_single_strategy_where_others_hold_the_longest_with_more_ra
 
 
 def test_chunks_are_raced_against_other_plans_under_a_limit_and_make_none_slower() -> None:
-    raced, without = plan(limit_mb=LIMIT, near=5.0), plan(limit_mb=LIMIT, near=5.0, may_chunk=False)
+    raced, without = plan(limit_mb=LIMIT, raced=True), plan(limit_mb=LIMIT, raced=True, may_chunk=False)
     chunked = [pool for pool in (raced.pool, *raced.raced) if any(bucket.strategy.ck for bucket in pool)]
     assert any([bucket.strategy.degrees for bucket in pool] == [DP.degrees] for pool in chunked)
     assert len(chunked) < 1 + len(raced.raced)
@@ -270,7 +273,7 @@ def test_packs_that_ran_out_of_memory_become_smaller() -> None:
 def test_plans_that_are_raced_differ_fit_together_and_have_data_parallelism_among_them() -> None:
     alone = plan()
     assert (alone.raced, alone.ready) == ((), ())
-    raced = plan(near=5.0)
+    raced = plan(raced=True)
     pools = [frozenset(bucket.strategy for bucket in pool) for pool in (raced.pool, *raced.raced)]
     assert len(set(pools)) == len(pools) > 1
     assert {bucket.strategy for bucket in raced.buckets} == frozenset().union(*pools)
@@ -281,71 +284,32 @@ def test_plans_that_are_raced_differ_fit_together_and_have_data_parallelism_amon
     assert all(bucket.capacity >= sampled.longest for pool in sampled.ready for bucket in pool[-1:])
 
 
-def test_beside_a_strategy_that_moves_layers_one_that_does_not_is_raced_from_twice_as_far_behind() -> None:
-    def raced(first: str, other: str, share: float) -> bool:
-        """Whether `other` is raced, which is behind by `1 / share` of what is near."""
-        among = [Strategy.parse(first), Strategy.parse(other)]
-        alone = [planned([s]).choice.seconds for s in among]
-        near = share * (alone[1] / alone[0] - 1)
-        assert near > 0
-        found = planned(among, near)
-        assert found.pool[0].strategy == among[0]
-        return [pool[0].strategy for pool in found.raced] == among[1:]
-
-    def planned(among: list[Strategy], near: float = 0.0) -> Plan:
-        room = 72 << 30
-        return make_auto_plan(
-            LONG_TAILED, among, of_cluster, mini_batch_size=64, limit_bytes=room, max_phases=1, near=near
-        )
-
+def test_raced_are_the_best_single_strategy_the_best_replicas_the_best_that_moves_no_layers_and_the_best_pool() -> None:
     of_cluster = Setup.read("llama2-7b", "1x8", "a800-80g").cost
-    assert raced("dp8+z3", "pp8", 1.05)
-    assert raced("dp8+z3", "pp8", 0.6)
-    assert not raced("dp8+z3", "pp8", 0.4)
-    assert raced("dp2pp4", "pp8", 1.05)
-    assert not raced("dp2pp4", "pp8", 0.6)
+    lengths = LONG_TAILED.sequence_lengths.tolist()
+    question = Question(of_cluster, Capacities(of_cluster.memory, 72 << 30), lengths, 64, max(lengths))
 
+    def least(names: Sequence[str]) -> str:
+        alone = {name: search(question, [Strategy.parse(name)]).seconds for name in names}
+        return min(alone, key=alone.__getitem__)
 
-def test_pipelines_beside_cp_are_raced_as_single_strategies_though_they_may_not_pay() -> None:
-    among = [Strategy.parse(name) for name in ("dp2tp4", "cp2tp4", "cp2pp4", "cp2pp4+z3")]
-    of_cluster = Setup.read("llama2-7b", "1x8", "a800-80g").cost
-
-    def planned(near: float) -> Plan:
-        room = 72 << 30
-        return make_auto_plan(LONG_TAILED, among, of_cluster, mini_batch_size=64, limit_bytes=room, near=near)
-
-    def singles(plan: Plan) -> list[str]:
-        return [str(pool[0].strategy) for pool in plan.raced if len(pool) == 1]
-
-    assert "cp2pp4" in singles(planned(9.0))
-    assert "cp2pp4+z3" not in singles(planned(9.0))
-    assert singles(planned(MARGIN)) == []
-
-
-def test_of_every_kind_that_is_near_the_fastest_is_raced() -> None:
-    """However many options of others are as near: they make no other plan."""
-    names = ("tp8", "dp2tp4", "tp4pp2", "tp2pp4", "pp8")
-    options = ("", "+rc", "+z2", "+rc+z2", "+z3", "+rc+z3")
-    among = [
-        Strategy.parse(f"{name}{each}")
-        for name in names
-        for each in options
-        if name.startswith("dp") or "z" not in each
+    kinds = [
+        ("dp2tp4", "tp8", "dp4tp2+z3", "dp8+z3", "dp8+rc+z3"),
+        ("dp8+z3", "dp8+rc+z3", "dp2tp4", "pp8"),
+        ("pp8", "tp8"),
     ]
-    of_cluster = Setup.read("llama2-7b", "1x8", "a800-80g").cost
-
-    def seconds(name: str) -> float:
-        return planned([Strategy.parse(name)], 0.0).choice.seconds
-
-    def planned(among: list[Strategy], near: float) -> Plan:
-        room = 72 << 30
-        return make_auto_plan(
-            LONG_TAILED, among, of_cluster, mini_batch_size=64, limit_bytes=room, max_phases=1, near=near
-        )
-
-    plan = planned(among, 9.0)
-    tried = [str(plan.pool[0].strategy), *(str(pool[0].strategy) for pool in plan.raced)]
-    assert tried == sorted(names, key=seconds)[: 1 + MOST_SINGLES]
+    for names in kinds:
+        among = list(map(Strategy.parse, names))
+        found = search(question, among, SearchOptions(max_phases=1, raced=True))
+        plans = [str(found.static.strategy), *(str(near.buckets[0].strategy) for near in found.near)]
+        replicas, unmoved = [n for n in names if n.startswith("dp8")], [n for n in names if "+z3" not in n]
+        assert plans[0] == least(names)
+        assert set(plans) == {least(group) for group in (names, replicas, unmoved) if group}
+        assert [near.seconds for near in found.near] == sorted(near.seconds for near in found.near)
+        assert search(question, among, SearchOptions(max_phases=1)) == replace(found, near=(), num_simulated=ANY)
+        pools = search(question, among, SearchOptions(raced=True))
+        assert sum(len(plan) > 1 for plan in (pools.buckets, *(near.buckets for near in pools.near))) == 1
+        assert {str(near.buckets[0].strategy) for near in pools.near if len(near.buckets) == 1} <= set(plans)
 
 
 def test_a_plan_that_fills_the_memory_makes_room_for_the_weights_of_one_that_is_raced() -> None:
@@ -365,7 +329,7 @@ def test_a_plan_that_fills_the_memory_makes_room_for_the_weights_of_one_that_is_
 
 
 def test_of_plans_that_are_predicted_nearly_equal_a_race_tries_those_first_whose_layers_need_the_fewest_ranks() -> None:
-    raced = plan(near=5.0)
+    raced = plan(raced=True)
     seconds = {frozenset(b.strategy for b in near.buckets): near.seconds for near in raced.choice.near}
     pools = (raced.pool, *raced.raced)
     seconds[frozenset(b.strategy for b in raced.pool)] = raced.choice.seconds
@@ -379,20 +343,3 @@ def test_of_plans_that_are_predicted_nearly_equal_a_race_tries_those_first_whose
     assert times[len(near) :] == sorted(times[len(near) :])
     names = ("dp8", "dp8+z3", "dp2tp4", "cp2pp4", "dp8ep4", "pp8")
     assert [Strategy.parse(name).ranks_of_a_layer for name in names] == [1, 8, 4, 2, 4, 1]
-
-
-@pytest.mark.parametrize(("best", "others"), [("dp2pp4", ("dp8+z3", "dp8")), ("dp8+z3", ("dp8", "dp8+rc"))])
-def test_of_a_kind_the_one_that_moves_no_layers_is_raced_if_it_is_nearly_as_fast(
-    best: str, others: tuple[str, ...]
-) -> None:
-    of_cluster = Setup.read("llama2-7b", "1x8", "a800-80g").cost
-    seconds = {name: 1.0 + 0.02 * rank for rank, name in enumerate((best, *others))}
-    search = _Search.__new__(_Search)
-    search.time = of_cluster.time
-    search._seconds = lambda phases: seconds[str(phases[0][0])]  # type: ignore[method-assign, assignment]
-    plans = {name: ((Strategy.parse(name), 0, 4096, 4096),) for name in seconds}
-    near = search._near(plans[best], list(plans.values()), [], 0.5)
-    assert near == [plans["dp8"]]
-    seconds["dp8"] = 1.3  # far enough behind
-    near = search._near(plans[best], list(plans.values()), [], 0.5)
-    assert plans["dp8+z3" if best == "dp2pp4" else "dp8+rc"] in near
