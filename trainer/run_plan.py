@@ -126,9 +126,11 @@ class RunPlan:
     time: TimeModel | None = None  # the time model that chunks of tokens are cut by; None for given strategies
     predicted_bytes: Mapping[Strategy, float] = {}
 
-    def __init__(self, buckets: tuple[Bucket, ...], args: HotSPaTrainingArguments, known: Known | None = None) -> None:
+    def __init__(
+        self, buckets: tuple[Bucket, ...] = (), args: HotSPaTrainingArguments | None = None, known: Known | None = None
+    ) -> None:
         self.buckets, self.stage_costs = buckets, known.stage_costs if known is not None else None
-        self._args = args
+        self._args: Any = args
         self._known = known
         self._cost: CostModel | None = None
         self.is_idle, self.predicts = known is None, known is not None
