@@ -385,7 +385,7 @@ def _weights(trainer: OverOnline, whole: bool) -> Iterator[None]:
     """Inside, calls run on the model object itself, as ranks generate different numbers of tokens."""
     switched = trainer.switched
     # vLLM gets the base weights with the adapter merged in
-    are_read = whole or switched.engine.description.adapters is not None
+    are_read = whole or switched.engine.description.added is not None
     if are_read:
         switched.refresh()
     # the step may have begun and scored with these weights
@@ -575,7 +575,7 @@ def streamed(trainer: OverOnline) -> Iterator[tuple[str, Tensor]]:
     send their shares; colocated vLLM gets them on every rank. An adapter is merged into each base weight.
     """
     model, engine = trainer.model, trainer.switched.engine
-    if engine.description.adapters is not None:
+    if engine.description.added is not None:
         yield from _merged(trainer, model)
         return
     with structure_only():  # names and dtypes

@@ -224,7 +224,7 @@ class CheckpointContents:
         self._args: HotSPaTrainingArguments = args
         self._optimizer, self._scheduler, self._tokenizer = optimizer, trainer.lr_scheduler, tokenizer_of(trainer)
         self._rank, self._world = args.process_index, args.world_size
-        self._adapted = engine.description.adapters is not None
+        self._adapted = engine.description.added is not None
         self._vector = tensors.saved_vector(engine.description.vector, self._adapted)
         if engine.updates is not None and optimizer is not None:
             tensors.drop_unstepped(engine.master, optimizer, engine.agreement)

@@ -20,13 +20,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_hotspa.checkpoint.format.disk import Disk, check_name
 from hf_hotspa.checkpoint.format.folder import may_pass, unsavable
 from hf_hotspa.checkpoint.format.manifest import ADAPTER_CONFIG, MODEL_WEIGHTS, TRAINING_ARGUMENTS
-from hf_hotspa.checkpoint.model_files import ModelWeights
+from hf_hotspa.checkpoint.model_files import ModelWeights, folder_of, save_config
 from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.exchanges import without_effect
-from hf_hotspa.features.lora.adapters import folder_of, save_config
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.specs import dtype_name

@@ -314,7 +314,7 @@ class Restorer:
 
     def _read(self, path: Path, manifest: Manifest, state: dict[str, Any] | None, optimizer: Optimizer | None) -> None:
         engine = self._engine
-        adapted = engine.description.adapters is not None
+        adapted = engine.description.added is not None
         tensors.check_model(manifest, tensors.saved_vector(engine.description.vector, adapted), str(path))
         if state is None:
             tensors.restore(path, manifest, engine.master, None, None)
@@ -335,8 +335,8 @@ class Restorer:
     def _model_files(self, folder: Path, agreement: Agreement) -> None:
         """Restores the master store and the buffers from a Hugging Face model or adapter folder."""
         engine = self._engine
-        if (adapters := engine.description.adapters) is not None:
-            saved, master = adapter_folder(folder, adapters.name), engine.master
+        if (added := engine.description.added) is not None:
+            saved, master = adapter_folder(folder, added.name), engine.master
             engine.agreement.run(
                 "resume", lambda: restore_adapter(WeightFiles(saved, manifests.ADAPTER_WEIGHTS), master)
             )

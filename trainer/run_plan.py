@@ -594,8 +594,8 @@ def agreed_calibration(
 def frozen_base(description: ModelDescription) -> FrozenBase | None:
     """The frozen base for the calibration of a run with a packed base; None for any other run."""
     kinds = {layer.kind for layer in description.packed.values()}
-    adapters = description.adapters
-    return FrozenBase(min(kinds), int(adapters.config.r)) if kinds and adapters is not None else None
+    added = description.added
+    return FrozenBase(min(kinds), added.rank) if kinds and added is not None else None
 
 
 def trained_config(config: PreTrainedConfig, args: HotSPaTrainingArguments) -> PreTrainedConfig:

@@ -14,6 +14,7 @@ first, as transformers does it (`PreTrainedModel.dequantize`), and `B A` is adde
 adapter was trained beside, not the original ones. The complete model is in memory, on the CPU.
 """
 
+import copy
 import itertools
 import json
 import logging
@@ -54,9 +55,9 @@ from hf_hotspa.checkpoint.format.manifest import (
 from hf_hotspa.checkpoint.tensors import ShareReader, named_tensors, saved_tensors, tensor_bytes
 from hf_hotspa.costs.terms import form_of
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
-from hf_hotspa.features.lora.adapters import folder_of
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.weight_files import WeightFiles
+from hf_hotspa.parallel.wrapped_model import bare_model
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,27 @@ Shards = list[tuple[str, Entries]]  # the files of a model: name and tensors
 def adapter_name(name: str) -> str:
     """Returns the name in PEFT's files, without the adapter's name, of a name in `PeftModel.named_parameters`."""
     return re.sub(r"\.(lora_[AB])\.[^.]+\.(?=weight$)", r".\1.", name)
+
+
+def folder_of(model: Any) -> str:
+    """Where `save_pretrained` of a `PeftModel` puts the adapter: `""`, or `name/` for one with another name than
+    `default`."""
+    [name] = model.peft_config
+    return "" if name == "default" else f"{name}/"
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Writes `adapter_config.json` and the card of a `PeftModel` into an existing folder, as its `save_pretrained`
+    does."""
+    [config] = copy.deepcopy(list(model.peft_config.values()))
+    model.create_or_update_model_card(str(folder))
+    folder = folder / folder_of(model)
+    folder.mkdir(exist_ok=True)
+    bare, _ = bare_model(model)
+    config.base_model_name_or_path = config.base_model_name_or_path or bare.__dict__.get("name_or_path") or None
+    config.inference_mode = True
+    mapping = {"base_model_class": type(bare).__name__, "parent_library": type(bare).__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping if config.task_type is None else None)
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:

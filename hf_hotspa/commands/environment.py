@@ -13,8 +13,8 @@ from hf_hotspa.errors import printable
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.versions import LIBRARIES, TRIED, version_of
 
-_MORE = ("trl", "bitsandbytes", "torchao", "deepspeed", "ray", "axolotl", "ms-swift", "liger-kernel", "flash-attn")
-_NCCL = "nvidia-nccl-"
+_MORE = ("trl", "bitsandbytes", "deepspeed", "ray", "axolotl", "ms-swift", "liger-kernel", "flash-attn")
+_PREFIXES = ("nvidia-nccl-", "torch")  # such as torchvision
 # Values of other variables may be secrets (tokens of hubs and loggers), so no other is printed.
 _VARIABLES = ("HOTSPA_", "ACCELERATE_", "NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _RANKS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NNODES", "SLURM_NTASKS")
@@ -41,9 +41,9 @@ def facts() -> dict[str, dict[str, str]]:
     }
     names = dict.fromkeys((*LIBRARIES, *TRIED, *_MORE))
     releases = {name: own for name in names if (own := version_of(name)) is not None}
-    nccl = {name: each.version for each in distributions() if (name := each.name or "").startswith(_NCCL)}
+    more = {name: each.version for each in distributions() if (name := each.name or "").startswith(_PREFIXES)}
     variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES) or name in _RANKS}
-    return {"machine": machine, "releases": releases | nccl, "cards": _cards(), "variables": variables}
+    return {"machine": machine, "releases": releases | more, "cards": _cards(), "variables": variables}
 
 
 def _cards() -> dict[str, str]:

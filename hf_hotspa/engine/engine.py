@@ -132,7 +132,7 @@ class HotSPaEngine:
         home = options.master_device(device)
         self.master = MasterStore(self.description.vector, rank, world_size, home, device, by_stage)
         self.initial = InitialWeights()
-        if weights is not None and self.description.adapters is not None:
+        if weights is not None and self.description.added is not None:
             self.initial = InitialWeights(base_digest=load_below_adapter(weights, model, self.master, self.agreement))
         elif weights is not None:
             load_weights(weights, model, self.master, self.agreement)

@@ -267,10 +267,10 @@ def refuse_router_logits(model: nn.Module) -> None:
 
 
 def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
-    adapters = description.adapters
-    for name, scaling in adapters.scalings.items() if adapters is not None else ():
-        assert adapters is not None
-        expected = float(fresh.get_submodule(name).scaling[adapters.name])
+    if (added := description.added) is None:
+        return
+    for name, scaling in added.scalings.items():
+        expected = float(fresh.get_submodule(name).scaling[added.name])
         if scaling != expected:
             raise ModelError(
                 f"the LoRA layer {name!r} scales by {scaling}, and by {expected} as its config makes it",

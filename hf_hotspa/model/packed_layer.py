@@ -70,7 +70,7 @@ def packed_layers(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
     """The `PackedLayer`s of the user's model, by name. From now on its evaluations leave their weights unchanged.
     `compute_dtype`: the dtype of a run in 16 bits, which products then have, too, as under autocast. Raises
     `ModelError`: a layer cannot be read."""
-    return {name: layer for hook in hooks("describe") for name, layer in hook(model, compute_dtype).packed.items()}
+    return {name: layer for hook in hooks("describe") for name, layer in hook(model, compute_dtype).packed().items()}
 
 
 def products(modules: Mapping[str, Any], layers: Mapping[str, PackedLayer]) -> dict[str, Product]:

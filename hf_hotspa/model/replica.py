@@ -25,7 +25,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_hotspa.costs.sizes import loss_chunk_tokens
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.lora.adapters import inject
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
 from hf_hotspa.layout.vector import GradientDtypes
@@ -65,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 def build_skeleton(description: ModelDescription) -> Any:
     """Builds the complete model with meta parameters and real buffers. Returns an instance of `description.model_class`
-    with the packed attention, without a PEFT wrapper."""
+    with the packed attention, without a wrapper."""
     with init_empty_weights(include_buffers=False):
         with no_init_weights():  # drawing numbers without data would take most of the time
             model = description.model_class._from_config(
@@ -75,8 +74,8 @@ def build_skeleton(description: ModelDescription) -> Any:
         model.tie_weights()
         for name, layer in description.packed.items():
             layer.put(model, name)
-        if description.adapters is not None:
-            inject(model, description.adapters)
+        if description.added is not None:
+            description.added.put(model)
     for name, module in model.named_modules():
         if name in description.paddings:
             module.padding_idx = description.paddings[name]

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.lora.adapters import LORA_A, LORA_B, Adapters, unwrap
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
+from hf_hotspa.model.added_modules import INPUTS, OUTPUTS, AddedModules, unwrap
 from hf_hotspa.model.layer_kind import LayerKind, layer_kinds
 from hf_hotspa.model.model_kind import (
     attention_dropouts,
@@ -41,9 +41,6 @@ from hf_hotspa.parallel.wrapped_model import bare_model, plain_parameters
 from hf_hotspa.seam import hooks
 
 _RANDOM_ROUTERS = {"phimoe"}
-_ADAPTED_EXPERTS = (
-    "experts are adapted (target_parameters): each row of lora_B has values of all experts, so ep must be 1"
-)
 _MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
 
 
@@ -73,22 +70,22 @@ class ModelDescription:
     compute_dtype: torch.dtype  # the dtype of activations
     counts_from: int | None = None  # the padding id from which its embedding counts positions; None if from 0
     prefix: str = ""  # of parameter names in the user's model, before the names in `model_class`
-    adapters: Adapters | None = None  # its LoRA adapter
+    added: AddedModules | None = None  # what was added beside its weights, such as an adapter
     # its layers whose frozen weights are held in another form, by name without the adapter
     packed: Mapping[str, PackedLayer] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Equal on ranks whose models and layouts agree."""
-        adapters = self.adapters.digest() if self.adapters is not None else ""
-        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters} {self.paddings} {sorted(self.switched_off)} {self.packed}"
+        added = self.added.digest() if self.added is not None else ""
+        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {added} {self.paddings} {sorted(self.switched_off)} {self.packed}"
 
     def local_name(self, name: str) -> str:
         """A parameter's name in `model_class`."""
         return name.removeprefix(self.prefix)
 
     def weight_of(self, module: str) -> str:
-        """Returns the vector's name of the weight of a module of `styles`; of a LoRA layer, its base's."""
-        inside = ".base_layer" if self.adapters is not None and module in self.adapters.scalings else ""
+        """Returns the vector's name of the weight of a module of `styles`; of a layer with added modules, its base's."""
+        inside = ".base_layer" if self.added is not None and module in self.added.scalings else ""
         return f"{self.prefix}{module}{inside}.weight"
 
     def local_heads(self, tp: int, shard: int) -> dict[str, tuple[int, int, int]]:
@@ -167,7 +164,7 @@ class _Structure:
 
     model: PreTrainedModel
     prefix: str
-    adapters: Adapters | None
+    added: AddedModules | None
     compute_dtype: torch.dtype | None
     base: str
     layers: tuple[str, ...]
@@ -205,13 +202,13 @@ class _Structure:
     def embedding_prefixes(self) -> list[str]:
         return [f"{self.base}.{name}." for name in self.embeddings]
 
-    def adapted(self, name: str) -> tuple[str, str | None]:
-        return (name, None) if self.adapters is None else self.adapters.adapted(name)
+    def beside(self, name: str) -> tuple[str, str | None]:
+        return (name, None) if self.added is None else self.added.beside(name)
 
     @cached_property
     def packed(self) -> dict[str, PackedLayer]:
         packed = {
-            self.adapted(f"{name}.weight")[0].removesuffix(".weight"): layer
+            self.beside(f"{name}.weight")[0].removesuffix(".weight"): layer
             for name, layer in packed_layers(self.model, self.compute_dtype).items()
         }
         end = next((name for name in (self.input_embedding, self.head) if name in packed), None)
@@ -245,7 +242,7 @@ class _Structure:
 
 
 def _structure(
-    model: PreTrainedModel, prefix: str, adapters: Adapters | None, compute_dtype: torch.dtype | None
+    model: PreTrainedModel, prefix: str, added: AddedModules | None, compute_dtype: torch.dtype | None
 ) -> _Structure:
     lists = _layer_lists(model)
     base = base_name(model)
@@ -259,7 +256,7 @@ def _structure(
     tops = [name.partition(".")[0] for name in lists]
     at = children.index(tops[0])
     return _Structure(
-        model, prefix, adapters, compute_dtype, base,
+        model, prefix, added, compute_dtype, base,
         layers=lists,
         embeddings=tuple(children[:at]),
         norms=tuple(name for name in children[at + 1 :] if name not in tops),
@@ -284,11 +281,11 @@ def describe_model(
     """Reads everything the engine needs from a model. Does not change the model or copy tensors. Raises `ModelError`:
     its structure cannot be laid out. Raises `UnsupportedError`: its config asks for something that cannot be exact."""
     refuse_idle_adapters(bare_model(model)[0])
-    bare, prefix, adapters = unwrap(model)
+    bare, prefix, added = unwrap(model)
     refuse_other_models(model)
     refuse_inexact(bare.config)
     refuse_own_attention(bare)
-    structure = _structure(bare, prefix, adapters, compute_dtype)
+    structure = _structure(bare, prefix, added, compute_dtype)
     refuse_hidden_rope(bare.config, structure.base_model, [f"{name}." for name in structure.layers])
     packed, plan, counts_from, kinds = structure.packed, structure.plan, structure.counts_from, structure.kinds
     auxiliary = auxiliary_layers(bare, if_asked=False)
@@ -319,7 +316,7 @@ def describe_model(
         compute_dtype=compute_dtype or bare.dtype,
         counts_from=counts_from,
         prefix=prefix,
-        adapters=adapters,
+        added=added,
         packed=packed,
     )
 
@@ -363,7 +360,7 @@ def _shape(structure: _Structure) -> ModelShape:
 
 def _with_unsupported_reasons(shape: ModelShape, structure: _Structure, drops: bool) -> ModelShape:
     """Adds why strategies are not exact; `drops`: attention probabilities are dropped."""
-    model, base, layers, adapters = structure.model, structure.base_model, structure.layers, structure.adapters
+    model, base, layers, added = structure.model, structure.base_model, structure.layers, structure.added
     in_order = order_unsupported_reason(model, structure.base, layers, structure.vector, structure.prefix)
     can_recompute = model.supports_gradient_checkpointing
     return replace(
@@ -378,7 +375,7 @@ def _with_unsupported_reasons(shape: ModelShape, structure: _Structure, drops: b
         else f"{type(model).__name__} cannot compute the activations of its layers again (+rc)",
         z_unsupported_reason=in_order,
         ep_unsupported_reason=_no_expert_parallelism(structure)
-        or (_ADAPTED_EXPERTS if adapters is not None and adapters.parameters else None),
+        or (added.ep_unsupported_reason if added is not None else None),
     )
 
 
@@ -399,16 +396,16 @@ def _parameter_vector(structure: _Structure) -> ParameterVector:
         if unit is None:
             unit = EMBEDDING if name.startswith(tuple(structure.embedding_prefixes)) else HEAD
         spec = _spec(name, tuple(tied), parameter, unit, structure)
-        name_in_plan, role = structure.adapted(name)
+        name_in_plan, shared = structure.beside(name)
         module, _, leaf = name_in_plan.rpartition(".")
         numel = parameter.numel()
-        if role is None and leaf == "weight" and module in packed:
+        if shared is None and leaf == "weight" and module in packed:
             specs += (stored := packed[module].specs(spec))
             numel = sum(own.packed.weights for own in stored if own.packed is not None)
         else:
-            specs.append(replace(spec, experts=fused.get(module, 0) if role is None else 0))
-        if unit >= 0 and role is None:
-            costs[unit] += numel  # an adapter's cost is negligible
+            specs.append(replace(spec, experts=fused.get(module, 0) if shared is None else 0))
+        if unit >= 0 and shared is None:
+            costs[unit] += numel  # that of added modules is negligible
     return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
 
 
@@ -441,12 +438,11 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
 
 def _spec(name: str, tied: tuple[str, ...], parameter: nn.Parameter, unit: int, structure: _Structure) -> ParameterSpec:
     prefix, plan = structure.prefix, structure.plan
-    name_in_plan, role = structure.adapted(name)
+    name_in_plan, shared = structure.beside(name)
     cut, is_partial = plan.cuts.get(name_in_plan), name_in_plan in plan.partial
-    if role is not None and cut is not None:
-        # of A and B, the one with the base's cut dim is cut like it; every shard adds its part to the other
+    if shared is not None and cut is not None:
         of_inputs = cut.dim == plan.input_dim(name_in_plan)
-        is_partial = role == (LORA_B if of_inputs else LORA_A)
+        is_partial = shared != (INPUTS if of_inputs else OUTPUTS)
         cut = None if is_partial else replace(cut, dim=int(of_inputs))
     return ParameterSpec(
         name=prefix + name,

@@ -190,12 +190,12 @@ class AdapterLayers:
     """
 
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
-        adapters, bare = engine.description.adapters, bare_model(model)[0]
-        self._name = adapters.name if adapters is not None else ""
-        scaled = adapters.scalings if adapters else ()
+        added, bare = engine.description.added, bare_model(model)[0]
+        self._name = added.name if added is not None else ""
+        scaled = added.scalings if added else ()
         self._layers: dict[str, Any] = {path: bare.get_submodule(path) for path in scaled}
         self.exist = bool(self._layers)  # whether there are any
-        every = (named for part in engine.part_models for named in part.named_modules()) if adapters else ()
+        every = (named for part in engine.part_models for named in part.named_modules()) if added else ()
         self._replicas: list[tuple[str, Any]] = [(path, layer) for path, layer in every if path in self._layers]
         self._scalings = self._now()
 

@@ -30,7 +30,7 @@ NAMED = {
     ),
     "low_bit_optimizers": Named(r"low_?bit|8[- ]?bit|torchao", 13, 3),
     "slow_devices": Named(r"straggl|slow[ _-]?(device|rank)|flexible", 33, 5),
-    "lora": Named(r"\blora|lora_|adapter|\bpeft", 54, 42),
+    "lora": Named(r"\blora|(?<!kv_)lora_|adapter|\bpeft", 54, 38),  # `kv_lora_rank` is of latent attention
     # that a model has experts, and where they are, is placement
     "experts": Named(
         r"expert_?parallel|expert_?capacit|capacity of experts|router_?loss|balance loss|router_?layer|record_routers|"

@@ -9,7 +9,8 @@ from transformers import BitsAndBytesConfig
 
 from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.lora.adapters import read_adapters, unwrap
+from hf_hotspa.features.lora.adapters import read_adapters
+from hf_hotspa.model.added_modules import INPUTS, unwrap
 from hf_hotspa.model.model_check import check_model, frozen_digest
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
@@ -163,10 +164,10 @@ def test_names():
     assert is_wrapped(model)
     assert (bare, prefix) == (model.get_base_model(), "base_model.model.")
     up = "model.layers.0.mlp.up_proj"
-    assert adapters.adapted(f"{up}.lora_A.default.weight") == (f"{up}.weight", "lora_A")
-    assert adapters.adapted(f"{up}.lora_B.other.weight")[1] is None
-    assert adapters.adapted(f"{up}.base_layer.weight") == (f"{up}.weight", None)
-    assert adapters.adapted("model.norm.weight") == ("model.norm.weight", None)
+    assert adapters.beside(f"{up}.lora_A.default.weight") == (f"{up}.weight", INPUTS)
+    assert adapters.beside(f"{up}.lora_B.other.weight")[1] is None
+    assert adapters.beside(f"{up}.base_layer.weight") == (f"{up}.weight", None)
+    assert adapters.beside("model.norm.weight") == ("model.norm.weight", None)
     plain = tiny_model("llama_gqa_bias")
     assert bare_model(plain) == (plain, "")
     assert read_adapters(plain) is None

@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
-from hf_hotspa.features.lora.adapters import LORA_A
 from hf_hotspa.layout.shares import shard_rows
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.model_kind import attention_dropouts, held_rates
@@ -43,7 +42,7 @@ _GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64: th
 _MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685
 _MUR_1, _MUR_2 = -2048144789, -1028477387
 _AT_A_TIME = 1 << 18  # the most hashes at a time on CPU, where fitting into a cache is several times faster
-_LORA = ".lora_dropout."
+_LORA, _LORA_A = ".lora_dropout.", ".lora_A."
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
@@ -294,7 +293,7 @@ def use_keyed_dropout(
     for name, module in dropouts:
         features, width = None, hidden_size if tensor is not None else None
         if _LORA in name:
-            spec = specs[f"{name.replace(_LORA, f'.{LORA_A}.')}.weight"]
+            spec = specs[f"{name.replace(_LORA, _LORA_A)}.weight"]
             width = spec.shape[1]
             if tensor is not None and spec.shard_dim == 1:
                 features = torch.cat([torch.arange(low, high) for low, high in rows(spec)])

@@ -10,6 +10,10 @@ terms = TERMS
 
 def describe(model: Any, compute_dtype: Any) -> Described:
     """The model's linear layers in 4 bits, by name."""
-    from hf_hotspa.features.four_bit.four_bit_linear import read_four_bit
 
-    return Described(read_four_bit(model, compute_dtype))
+    def packed() -> dict[str, Any]:
+        from hf_hotspa.features.four_bit.four_bit_linear import read_four_bit
+
+        return {**read_four_bit(model, compute_dtype)}
+
+    return Described(packed)

@@ -21,19 +21,18 @@ import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.model.model_kind import refuse_quantized
+from hf_hotspa.model.added_modules import INPUTS, OUTPUTS
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.tensor_plan import is_fused
 from hf_hotspa.parallel.wrapped_model import BASE, bare_model, base_layer, is_wrapped
 
-LORA_A, LORA_B = "lora_A", "lora_B"
+_SHARED = {"lora_A": INPUTS, "lora_B": OUTPUTS}
 _WHY = "training of this kind is not known to be exact when the layers are cut and moved"
 
 _REFUSED: dict[str, tuple[str, str]] = {
@@ -82,27 +81,37 @@ class Adapters:
         """Equal on ranks whose adapters compute the same from the same weights."""
         return hashlib.sha256(repr((self.name, sorted(self.scalings.items()))).encode()).hexdigest()[:16]
 
-    def adapted(self, name: str) -> tuple[str, str | None]:
-        """The parameter that a name stands for under tensor parallelism, and its role there.
+    @property
+    def rank(self) -> int:
+        return int(self.config.r)
 
-        Args:
-            name: A parameter of the transformers model.
+    @property
+    def ep_unsupported_reason(self) -> str | None:
+        if not self.parameters:
+            return None
+        return "experts are adapted (target_parameters): each row of lora_B has values of all experts, so ep must be 1"
 
-        Returns:
-            For `….q_proj.lora_A.default.weight`: `….q_proj.weight` and `LORA_A`; likewise `LORA_B`. For
-            `….q_proj.base_layer.weight`: `….q_proj.weight` and None. Any other name unchanged, and None.
-        """
+    def beside(self, name: str) -> tuple[str, str | None]:
+        """For `….q_proj.lora_A.default.weight`: `….q_proj.weight` and `INPUTS`; for `lora_B` likewise `OUTPUTS`. For
+        `….q_proj.base_layer.weight`: `….q_proj.weight` and None. Any other name unchanged, and None."""
         module, _, leaf = name.rpartition(".")
-        for role in (LORA_A, LORA_B):
-            layer = module.removesuffix(f".{role}.{self.name}")
+        for factor, shared in _SHARED.items():
+            layer = module.removesuffix(f".{factor}.{self.name}")
             if layer != module and layer in self.scalings:
-                return f"{self._without_base(layer)}.{self.parameters.get(layer, leaf)}", role
+                return f"{self._without_base(layer)}.{self.parameters.get(layer, leaf)}", shared
         return f"{self._without_base(module)}.{leaf}" if module else name, None
 
     def _without_base(self, module: str) -> str:
         while (layer := module.removesuffix(f".{BASE}")) != module and layer in self.scalings:
             module = layer
         return module
+
+    def put(self, model: nn.Module) -> None:
+        """Puts the LoRA layers, on the meta device, into a model freshly built by its class from its config."""
+        from peft import inject_adapter_in_model
+
+        # a copy: injection writes the target modules that it matched into the config
+        inject_adapter_in_model(copy.deepcopy(self.config), model, self.name, low_cpu_mem_usage=True)
 
 
 def read_adapters(model: nn.Module) -> Adapters | None:
@@ -145,13 +154,6 @@ def read_adapters(model: nn.Module) -> Adapters | None:
     bare = bare_model(model)[0]
     parameters = {path: module.parameter_name for path, module in bare.named_modules() if is_of_parameter(module)}
     return Adapters(name, config, _scalings(bare, name), parameters)
-
-
-def unwrap(model: nn.Module) -> tuple[Any, str, Adapters | None]:
-    """`bare_model` and `read_adapters` together, and `refuse_quantized`."""
-    bare, prefix = bare_model(model)
-    refuse_quantized(bare, adapted=bool(prefix))
-    return bare, prefix, read_adapters(model)
 
 
 def _refuse_bare_tuners(model: nn.Module) -> None:
@@ -254,32 +256,3 @@ def _refuse_other_parameters(path: str, module: Any, base: nn.Module) -> None:
             why="it can adapt only weights of fused experts ([experts, ...]), and matrices of modules other than linear layers",
             fix="target linear layers with target_modules, and leave biases out of target_parameters",
         )
-
-
-def inject(model: Any, adapters: Adapters) -> None:
-    """Puts the LoRA layers, on the meta device, into a model freshly built by its class from its config."""
-    from peft import inject_adapter_in_model
-
-    # a copy: injection writes the target modules that it matched into the config
-    inject_adapter_in_model(copy.deepcopy(adapters.config), model, adapters.name, low_cpu_mem_usage=True)
-
-
-def folder_of(model: Any) -> str:
-    """Where `save_pretrained` of a `PeftModel` puts the adapter: `""`, or `name/` for one with another name than
-    `default`."""
-    [name] = model.peft_config
-    return "" if name == "default" else f"{name}/"
-
-
-def save_config(model: Any, folder: Path) -> None:
-    """Writes `adapter_config.json` and the card of a `PeftModel` into an existing folder, as its `save_pretrained`
-    does."""
-    [config] = copy.deepcopy(list(model.peft_config.values()))
-    model.create_or_update_model_card(str(folder))
-    folder = folder / folder_of(model)
-    folder.mkdir(exist_ok=True)
-    bare, _ = bare_model(model)
-    config.base_model_name_or_path = config.base_model_name_or_path or bare.__dict__.get("name_or_path") or None
-    config.inference_mode = True
-    mapping = {"base_model_class": type(bare).__name__, "parent_library": type(bare).__module__}
-    config.save_pretrained(str(folder), auto_mapping_dict=mapping if config.task_type is None else None)
