@@ -58,7 +58,7 @@ class _Version(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         ours, *others = map(_installed, (*LIBRARIES, "peft"))
         print(f"{ours} ({', '.join(others)})")
         parser.exit()
@@ -123,7 +123,7 @@ _SETUP_VALUES: dict[str, dict[str, Any]] = {
 }
 
 
-def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", setup: argparse.ArgumentParser) -> None:
     parser = commands.add_parser("plan", parents=[setup], help="choose strategies, buckets and packs")
     parser.set_defaults(answer=_plan)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -153,7 +153,9 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_estimate(commands: Any, setup: argparse.ArgumentParser) -> None:
+def _add_estimate(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", setup: argparse.ArgumentParser
+) -> None:
     parser = commands.add_parser("estimate", parents=[setup], help="memory of one strategy")
     parser.set_defaults(answer=_estimate)
     machine = {"--gpus GPUS": _GPUS, "--hardware HARDWARE": f"{_MACHINES}; gives the limit"}
@@ -167,7 +169,9 @@ def _add_estimate(commands: Any, setup: argparse.ArgumentParser) -> None:
     add_command_flags("estimate", parser)
 
 
-def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
+def _add_calibrate(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", model: argparse.ArgumentParser
+) -> None:
     parser = commands.add_parser(
         "calibrate",
         parents=[model],
@@ -256,7 +260,7 @@ def _missing(command: str, error: ModuleNotFoundError) -> int:
     return USAGE_ERROR
 
 
-def _add_formulas(commands: Any) -> None:
+def _add_formulas(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "formulas",
         help="the textbook's numbers of 3D parallelism, a row for each (p, t, d)",
@@ -297,7 +301,7 @@ def _formulas(args: argparse.Namespace) -> None:
 _RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"
 
 
-def _add_reports(commands: Any) -> None:
+def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     report = commands.add_parser("report", help="rebuild the page of a run from its record")
     report.set_defaults(answer=_report)
     page = f"the page (default: {PAGE_NAME} beside the record)"

@@ -21,7 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
 
 FEATURES = (
     "isolation",
@@ -165,14 +168,14 @@ def argument_classes() -> tuple[type, ...]:
     return tuple(getattr(import_module(module), name) for module, name in named)
 
 
-def add_command_flags(command: str, parser: Any) -> None:
+def add_command_flags(command: str, parser: "ArgumentParser") -> None:
     """Adds the features' arguments to a command's parser."""
     for flags in hooks("flags"):
         if command in flags.commands:
             flags.commands[command](parser)
 
 
-def settings_of_command(args: Any) -> tuple[Any, ...]:
+def settings_of_command(args: "Namespace") -> tuple[Any, ...]:
     """The settings that follow from a command's arguments."""
     return tuple(made for flags in hooks("flags") if (made := flags.of_command(args)) is not None)
 

@@ -23,8 +23,8 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
-from transformers import TrainerCallback, TrainingArguments
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
@@ -78,7 +78,9 @@ class _Syncs(TrainerCallback):
 
     is_due = False
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.is_due |= state.global_step % args.ref_model_sync_steps == 0
 
 
@@ -333,7 +335,7 @@ class OverOnline(OverTRL):
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
-    def _generate(self, prompts: Any) -> Any:
+    def _generate(self, prompts: list[Any]) -> Any:
         """As TRL, with the current weights in the model object, which holds them before training; TRL streams them for
         vLLM. Collective."""
         if self._hotspa.backing.is_stock or self._hotspa.model is None:
@@ -344,11 +346,11 @@ class OverOnline(OverTRL):
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: Any,
+        model: nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
-        batch_size: Any = None,
+        batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """As TRL, but scores (old log-probabilities, a reference) in one pass: rows are packed, and each strategy's
@@ -362,7 +364,7 @@ class OverOnline(OverTRL):
             model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
         )
 
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """As TRL; passes on gradients that are known, so that the rows are trained at once."""
         run = self._hotspa
         if not run.backing.is_stock and torch.is_grad_enabled() and self.switched.engine.updates is None:
@@ -406,7 +408,9 @@ def of_trl(cls: type) -> tuple[str, type]:
     return base.__name__.removesuffix("Trainer"), base
 
 
-def _arguments(kind: str, base: type, model: Any, args: Any) -> HotSPaTrainingArguments:
+def _arguments(
+    kind: str, base: type, model: nn.Module | str, args: TrainingArguments | None
+) -> HotSPaTrainingArguments:
     """The arguments as TRL would make them, with our flags."""
     if args is None:
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -446,7 +450,9 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, str, str]] = {
 """Name -> the value that has no effect, why other values are unsupported, and what to do."""
 
 
-def _check_supported(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> None:
+def _check_supported(
+    kind: str, model: nn.Module | str | None, args: HotSPaTrainingArguments, given: Mapping[str, Any]
+) -> None:
     """Raises `UnsupportedError` for options that cannot be honoured."""
     for name, (nothing, why, fix) in _UNSUPPORTED_FIELDS.items():
         if (value := getattr(args, name, nothing)) != nothing:
@@ -465,7 +471,9 @@ def _check_supported(kind: str, model: Any, args: HotSPaTrainingArguments, given
         )
 
 
-def _scoring(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> Scoring:
+def _scoring(
+    kind: str, model: nn.Module | str | None, args: HotSPaTrainingArguments, given: Mapping[str, Any]
+) -> Scoring:
     """Returns what a step runs beside its training pass."""
     values = vars(args)
     if kind == "SFT":  # one pass for logits, one for metrics
@@ -525,7 +533,7 @@ def expected_gradients(trainer: HasRun) -> EveryToken | None:
     return EveryToken(times_probability=values["loss_type"] == "dft")
 
 
-def first_seeds(trainer: OverOnline, inputs: Any) -> Tensor | None:
+def first_seeds(trainer: OverOnline, inputs: Mapping[str, Any]) -> Tensor | None:
     """Returns the gradients of GRPO's loss by log-probabilities if the trained weights generated (every ratio is 1).
     `inputs`: B rows with completions of up to C tokens after prompts of up to P.
 
@@ -591,7 +599,7 @@ def streamed(trainer: OverOnline) -> Iterator[tuple[str, Tensor]]:
             pass
 
 
-def _merged(trainer: OverOnline, model: Any) -> Iterator[tuple[str, Tensor]]:
+def _merged(trainer: OverOnline, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """As TRL for a PEFT model, one layer at a time. Copies the base weights, as merging and unmerging would round
     them."""
     fix = trainer.vllm_generation._fix_param_name_to_vllm

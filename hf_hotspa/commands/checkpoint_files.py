@@ -8,7 +8,6 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from hf_hotspa.checkpoint.format.disk import DTYPES
 from hf_hotspa.checkpoint.format.folder import check_step, checkpoints
@@ -30,7 +29,7 @@ from hf_hotspa.reporting.terminal import text_table
 DAMAGED = 1  # exit code of `verify` when a checkpoint is damaged
 
 
-def add_parsers(commands: Any) -> None:
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     where = "a checkpoint-<step> directory, or the output_dir of a run for all of its checkpoints"
     inspect = commands.add_parser("inspect", help="list the contents of a checkpoint")
     inspect.set_defaults(answer=_inspect)

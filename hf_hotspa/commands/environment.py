@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 from importlib.metadata import distributions
-from typing import Any
 
 from hf_hotspa.commands.inputs import add_flags
 from hf_hotspa.errors import printable
@@ -21,7 +20,7 @@ _RANKS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NNODES", "SLURM_NTASKS")
 _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
-def add_parsers(commands: Any) -> None:
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "env",
         help="versions, cards and variables of this machine, for a problem report",

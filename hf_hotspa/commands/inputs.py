@@ -39,7 +39,7 @@ def whole(most: int = 2**31 - 1) -> Callable[[str], int]:
     return read
 
 
-def add_flags(parser: Any, texts: Mapping[str, str], **options: Mapping[str, Any]) -> None:
+def add_flags(parser: argparse._ActionsContainer, texts: Mapping[str, str], **options: Mapping[str, Any]) -> None:
     """Adds arguments to a parser or a group of it. `texts`: help by `--flag METAVAR`, `-f --flag METAVAR` or `name
     METAVAR`; without a metavar and options a switch. `options`: more arguments of `add_argument`, by the name of the
     attribute."""
@@ -86,7 +86,7 @@ def machines(args: argparse.Namespace) -> tuple[str, str | None]:
     return f"{match[1] or 1}x{match[2]}", match[3]
 
 
-def add_parsers(commands: Any) -> None:
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     lengths = commands.add_parser(
         "lengths",
         help="count the tokens of a data set's rows",
@@ -105,7 +105,7 @@ def add_parsers(commands: Any) -> None:
     machines.set_defaults(answer=_hardware)
 
 
-def add_data_arguments(source: Any, parser: Any, **of_dataset: Any) -> None:
+def add_data_arguments(source: argparse._ActionsContainer, parser: argparse.ArgumentParser, **of_dataset: Any) -> None:
     """Adds the flags of a data set; `source`, the parser or its group of sources, gets `--dataset`."""
     files = "a .jsonl, .json, .csv, .parquet or .txt file, a folder of them, a saved data set, or a name on the hub"
     add_flags(source, {"--dataset DATA": files}, dataset=of_dataset)

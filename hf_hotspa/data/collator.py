@@ -26,7 +26,8 @@ from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
+from transformers import PreTrainedTokenizerBase
 from transformers.data import data_collator as stock
 from transformers.trainer_utils import has_length
 
@@ -457,26 +458,26 @@ _OF_STOCK = (
 _FUNCTIONS = (stock.default_data_collator, stock.torch_default_data_collator)
 
 
-def is_stream(dataset: Any) -> bool:
+def is_stream(dataset: object) -> bool:
     """Whether rows have no random access; a stream may have a length."""
     if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
         return True
     return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
 
 
-def length_facts(loader: Any) -> dict[str, str]:
+def length_facts(loader: DataLoader) -> dict[str, str]:
     """Returns what must agree on all ranks of a data loader: with fewer batches on a rank, the others would wait."""
     return {"number of batches": str(len(loader)) if has_length(loader) else "unknown"}
 
 
-def release_others(loader: Any) -> None:
+def release_others(loader: DataLoader) -> None:
     """Ends the pass on the ranks that wait for a batch from this one (`dispatch_batches`), after it failed."""
     if isinstance(loader, DataLoaderDispatcher) and loader.state.process_index == 0:
         for _ in range(1 if loader.split_batches or loader._drop_last else 2):
             broadcast_object_list([None, True])
 
 
-def is_stock(collator: Any) -> bool:
+def is_stock(collator: object) -> bool:
     """Whether a data collator is None or one of transformers', whose batches hold the rows unchanged."""
     return collator is None or type(collator) in _OF_STOCK or collator in _FUNCTIONS
 
@@ -490,8 +491,8 @@ class RowCollator:
         kept: Columns of a data set that are read; empty for all.
     """
 
-    collator: Any = None  # the user's; None to pad rows here
-    tokenizer: Any = None  # for rows without `input_ids`
+    collator: Callable[[list[Any]], Any] | None = None  # the user's; None to pad rows here
+    tokenizer: PreTrainedTokenizerBase | None = None  # for rows without `input_ids`
     columns: Collection[str] | None = None  # those that the stock Trainer would keep for the model; None for all
     loss_columns: Sequence[str] = ()  # numbers of rows or tokens that a token loss reads
     policy: str = ERROR  # for sequences of more than `longest` tokens: error, truncate, split or drop
@@ -666,11 +667,10 @@ def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
     return torch.from_numpy(np.stack([np.pad(value, (0, width - len(value))) for value in values]))
 
 
-def with_masks(example: Any, row: int) -> Any:
+def with_masks(example: object, row: int) -> Any:
     """Converts a row's loss masks in other columns (`completion_mask`, `assistant_masks`, ...) to `labels`. Raises
     `UnsupportedError`: a mask is not one number of 0 or 1 for each token, or the row has `label` and no `labels`."""
-    ids = example.get("input_ids") if isinstance(example, Mapping) else None
-    if ids is None:
+    if not isinstance(example, Mapping) or (ids := example.get("input_ids")) is None:
         return example
     for name in LABEL_COLUMNS:
         if example.get(name) is not None:
@@ -705,7 +705,7 @@ def with_masks(example: Any, row: int) -> Any:
     return {**rest, "labels": labels.tolist() if isinstance(ids, list) else labels}
 
 
-def without_padded_from(batch: Any) -> Any:
+def without_padded_from(batch: object) -> Any:
     """Removes labels of first tokens after padding on the left, which only padding would predict. `batch`: tensors [B,
     L]; other values, and batches without such labels, are returned unchanged."""
     if not isinstance(batch, Mapping) or batch.get("shift_labels") is not None:
@@ -755,7 +755,7 @@ class MiniBatchSampler(_BatchesOfRanks):
     batches has as many. As a `BatchRebalanceSampler` by type, the stock Trainer does not distribute its batches again.
     """
 
-    sampler: Any  # the order of rows
+    sampler: Sampler[int]  # the order of rows
     size: int  # rows of a mini-batch
     parts: int  # accumulated batches
     rank: int

@@ -20,12 +20,16 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows.chat_text import ChatTemplate, Tokens
 from hf_hotspa.rows.formats import Chat, Format, Strings, format_of
 from hf_hotspa.rows.read_row import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +146,12 @@ _Columns = dict[str, list[list[int]]]
 
 
 def prepare_dataset(
-    dataset: Any, tokenizer: Any, *, num_proc: int | None = None, keep: Collection[str] = (), skips_empty: bool = False
+    dataset: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    num_proc: int | None = None,
+    keep: Collection[str] = (),
+    skips_empty: bool = False,
 ) -> Any:
     """Tokenises a dataset; cached by `datasets`, with a progress bar.
 
@@ -197,7 +206,7 @@ def prepare_dataset(
 
 
 def tokenize_rows(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Any, skips_empty: bool = False
+    rows: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase", skips_empty: bool = False
 ) -> list[Mapping[str, Any]]:
     """Tokenises some rows, such as a mini-batch from a stream; rows with `input_ids` are unchanged. With `skips_empty`
     a null or empty row has no tokens. Raises `DataError`: a row has none of the accepted columns, rows differ in them,
@@ -216,7 +225,7 @@ def tokenize_rows(
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def say_once(format_: Format, tokenizer: Any) -> None:
+def say_once(format_: Format, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Warns, once and on rank 0, if rows are read in an unexpected way. Raises `DataError`: the rows need a chat
     template, and the tokenizer has none."""
     key = repr((format_.columns, format_.unused, getattr(tokenizer, "chat_template", None), tokenizer.eos_token_id))
@@ -260,7 +269,7 @@ def check_masks(names: Collection[str]) -> None:
         )
 
 
-def refuse_guessed(dataset: Any) -> None:
+def refuse_guessed(dataset: "Dataset") -> None:
     """Checks that `datasets` has not converted a csv's text cells: 007 would be 7, and True may have been true.
     `dataset`: a `datasets.Dataset`, or a stream. Raises `DataError`: naming the columns."""
     if getattr(getattr(dataset, "info", None), "builder_name", None) != "csv":
@@ -344,7 +353,11 @@ def _read_files(files: list[Path], kind: str, split: str, name: str) -> Any:
 
 
 def _tokenize_batch(
-    batch: Mapping[str, Any], rows: list[int], tokenizer: Any, skips_empty: bool = False, version: int = _VERSION
+    batch: Mapping[str, Any],
+    rows: list[int],
+    tokenizer: "PreTrainedTokenizerBase",
+    skips_empty: bool = False,
+    version: int = _VERSION,
 ) -> _Columns:
     format_ = format_of(list(batch))
     records = [
@@ -362,7 +375,9 @@ def _tokenize_batch(
     return columns
 
 
-def _tokens(format_: Format, records: Sequence[Mapping[str, Any]], rows: Sequence[int], tokenizer: Any) -> _Columns:
+def _tokens(
+    format_: Format, records: Sequence[Mapping[str, Any]], rows: Sequence[int], tokenizer: "PreTrainedTokenizerBase"
+) -> _Columns:
     readings = [format_.read(record, row) for record, row in zip(records, rows, strict=True)]
     specials = _Specials(tokenizer)
     if not format_.masked:
@@ -387,14 +402,14 @@ def _tokens(format_: Format, records: Sequence[Mapping[str, Any]], rows: Sequenc
     return columns
 
 
-def _has_template(tokenizer: Any) -> bool:
+def _has_template(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 class _Specials:
     """The ids of the special tokens that a tokenizer puts around each text."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
         whole, bare = (list(tokenizer("a", add_special_tokens=s, verbose=False)["input_ids"]) for s in (True, False))
         places = [at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare]

@@ -19,10 +19,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_hotspa.errors import DataError, HotspaError
 from hf_hotspa.rows.formats import Chat, Messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _OPENED = re.compile(r"<(\w+)>\n\Z")  # the end of a generation prompt that opens the thinking
@@ -34,7 +37,7 @@ Tokens = tuple[list[int], list[bool]]  # ids, and whether each is learned
 class Template:
     """The chat template of a tokenizer. Raises `DataError`: it has none."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
         # A template may be a text or a table of texts; this call also covers tokenizers without a template.
         self.source = self.source_for(None)
@@ -43,7 +46,7 @@ class Template:
         self._sizes = sorted({len(token) for token in self.added}, reverse=True)
         self._firsts = {token[0] for token in self.added}
 
-    def source_for(self, tools: Any) -> str:
+    def source_for(self, tools: object) -> str:
         """Returns the template for these tools."""
         try:
             return str(self.tokenizer.get_chat_template(tools=tools))
@@ -89,7 +92,7 @@ class Layout:
         self.marked = bool(getattr(template.tokenizer, "is_fast", False)) and bool(_GENERATION.search(source))
         self._rendered: dict[tuple[int, bool], str] = {}
 
-    def _apply(self, messages: Messages, **options: Any) -> Any:
+    def _apply(self, messages: Messages, **options: object) -> Any:
         try:
             return self._template.tokenizer.apply_chat_template(
                 messages, tools=self._chat.tools or None, **self._chat.options, **options

@@ -235,7 +235,7 @@ def _rendering(row: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"tools": tools, "options": _without_none(dict(options))}
 
 
-def read_messages(value: Any, key: str, number: int) -> Messages:
+def read_messages(value: object, key: str, number: int) -> Messages:
     """Returns the messages of a conversation, with `role` and `content`. `value`: a list of mappings with `role` (or
     `author.role`) and `content`, or `from` and `value`; or its JSON text. Raises `DataError`: it is not a
     conversation."""
@@ -253,18 +253,10 @@ def read_messages(value: Any, key: str, number: int) -> Messages:
     return [message for message in messages if message is not None]
 
 
-def _message(message: Any, where: str) -> dict[str, Any] | None:
+def _message(message: object, where: str) -> dict[str, Any] | None:
     if not isinstance(message, Mapping):
         return None
-    fields = {name: value for name, value in message.items() if value is not None}
-    if isinstance(fields.get("author"), Mapping):
-        fields.setdefault("role", fields.pop("author").get("role"))
-    if "role" not in fields and "from" in fields:
-        fields["role"] = fields.pop("from")
-        if fields["role"] not in _ROLES:
-            raise DataError(f"a message is from {fields['role']!r}", where=where, fix=f"use one of {sorted(_ROLES)}")
-    if "content" not in fields and "value" in fields:
-        fields["content"] = fields.pop("value")
+    fields = _named_alike(message, where)
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         return None
@@ -282,7 +274,21 @@ def _message(message: Any, where: str) -> dict[str, Any] | None:
     return fields
 
 
-def _content(content: Any, where: str) -> str:
+def _named_alike(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A message's fields that are not null, with `role` and `content` in the place of other names."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    if isinstance(fields.get("author"), Mapping):
+        fields.setdefault("role", fields.pop("author").get("role"))
+    if "role" not in fields and "from" in fields:
+        fields["role"] = fields.pop("from")
+        if fields["role"] not in _ROLES:
+            raise DataError(f"a message is from {fields['role']!r}", where=where, fix=f"use one of {sorted(_ROLES)}")
+    if "content" not in fields and "value" in fields:
+        fields["content"] = fields.pop("value")
+    return fields
+
+
+def _content(content: object, where: str) -> str:
     if content is None:  # as with tool calls
         return ""
     if isinstance(content, Mapping) and isinstance(content.get("parts"), list):
@@ -302,7 +308,7 @@ def _content(content: Any, where: str) -> str:
     return content
 
 
-def _text_of_part(part: Any) -> str | None:
+def _text_of_part(part: object) -> str | None:
     return part["text"] if isinstance(part, Mapping) and isinstance(part.get("text"), str) else None
 
 
@@ -365,7 +371,7 @@ def _refuse_other_flags(keys: Mapping[str, Any], what: str, where: str) -> None:
             )
 
 
-def _parsed(value: Any, key: str, number: int) -> Any:
+def _parsed(value: object, key: str, number: int) -> Any:
     """Parses JSON text, in which `datasets` stores values whose schemas differ between rows."""
     if not isinstance(value, str):
         return value
@@ -377,14 +383,14 @@ def _parsed(value: Any, key: str, number: int) -> Any:
         raise DataError(f"{key!r} is not JSON: {error}", where=f"dataset row {number}") from None
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> Any:
     """Removes the keys that Arrow adds to a mapping because other rows' mappings have them."""
     if isinstance(value, Mapping):
         return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def text_of(value: Any, key: str, number: int) -> str:
+def text_of(value: object, key: str, number: int) -> str:
     """Returns the text of a column; for an integer its digits, which are exact. Raises `DataError`: it holds another
     type: the original text of a decimal number, a boolean or a null is unknown."""
     if isinstance(value, str):

@@ -86,7 +86,7 @@ class LightTokenizer:
         """Returns the text of tokens, special tokens included."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
-    def get_chat_template(self, tools: Any = None) -> str:
+    def get_chat_template(self, tools: object = None) -> str:
         """Returns the source of the template for these tools. Raises `ValueError`: there is none."""
         if isinstance(self.chat_template, str):
             return self.chat_template
@@ -99,13 +99,13 @@ class LightTokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Any = None,
+        tools: object = None,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         return_dict: bool = True,
         return_assistant_tokens_mask: bool = False,
-        tokenizer_kwargs: Any = None,
-        **options: Any,
+        tokenizer_kwargs: object = None,
+        **options: object,
     ) -> Any:
         """Renders a conversation as text, or as `input_ids` and `assistant_masks` of the text marked as generated."""
         template = self._environment.from_string(self.get_chat_template(tools))
@@ -156,7 +156,7 @@ class LightTokenizer:
         return {name: value for name, value in vars(self).items() if name != "_environment"}
 
 
-def _json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
+def _json(value: object, ensure_ascii: bool = False, **layout: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 

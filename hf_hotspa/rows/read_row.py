@@ -24,7 +24,7 @@ from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows.formats import SKIPPED
 
 
-def number_columns(example: Any, row: int, names: Sequence[str], length: int) -> dict[str, NDArray[Any]]:
+def number_columns(example: Mapping[str, Any], row: int, names: Sequence[str], length: int) -> dict[str, NDArray[Any]]:
     """Returns other columns of a row as int64 or float64: [length], a number for each token, or [], one number. Raises
     `DataError`: a column is missing, is not numeric, or does not have one number for each token."""
     columns = {}
@@ -146,7 +146,7 @@ def integer_array(value: Any, key: str, row: int, num_tokens: int | None = None)
     return array.astype(np.int64, copy=False)
 
 
-def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
+def read_row(example: object, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
     """Reads the tokens of a row.
 
     Args:
@@ -173,18 +173,7 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
     if not rules.unsupported.isdisjoint(example):
         refuse_columns((name for name in example if example[name] is not None), rules)
     ids = integer_array(example["input_ids"], "input_ids", row)
-    labels: NDArray[np.int64] | None = None
-    if rules.labels_are_ids:
-        labels = ids if rules.unlabelled_id is None else np.where(ids == rules.unlabelled_id, IGNORED_LABEL, ids)
-    else:
-        for name in LABEL_COLUMNS:
-            if example.get(name) is None:
-                continue
-            column = integer_array(example[name], name, row, len(ids))
-            if labels is not None and not np.array_equal(labels, column):
-                where = f"dataset row {row}"
-                raise DataError(f"the columns {list(LABEL_COLUMNS)} differ", where=where, fix="remove one of them")
-            labels = column
+    labels = _labels(example, ids, row, rules)
     begin, stop = 0, len(ids)
     if example.get("attention_mask") is not None:
         mask = integer_array(example["attention_mask"], "attention_mask", row, len(ids))
@@ -199,6 +188,16 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
     for name, values in columns.items():
         columns[name] = values[begin:stop] if values.ndim else values
     return Row(ids[begin:stop], None if labels is None else labels[begin:stop], cuts, begin, len(ids), columns)
+
+
+def _labels(example: Mapping[str, Any], ids: NDArray[np.int64], row: int, rules: RowRules) -> NDArray[np.int64] | None:
+    if rules.labels_are_ids:
+        return ids if rules.unlabelled_id is None else np.where(ids == rules.unlabelled_id, IGNORED_LABEL, ids)
+    labels = [integer_array(example[n], n, row, len(ids)) for n in LABEL_COLUMNS if example.get(n) is not None]
+    if any(not np.array_equal(labels[0], column) for column in labels):
+        where = f"dataset row {row}"
+        raise DataError(f"the columns {list(LABEL_COLUMNS)} differ", where=where, fix="remove one of them")
+    return labels[0] if labels else None
 
 
 def _check_borders(num_tokens: int, width: int, borders: tuple[int, ...], row: int) -> None:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +33,17 @@ from hf_hotspa.rows.read_row import (
 )
 from hf_hotspa.rows.table import SequenceTable, TableBuilder
 
+if TYPE_CHECKING:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    from datasets import Dataset
+
 logger = logging.getLogger(__name__)
 
 
 _ROWS_PER_READ = 1000
 
 
-def is_plain_arrow(dataset: Any) -> bool:
+def is_plain_arrow(dataset: object) -> bool:
     """Whether this is a `datasets.Dataset` without a transform on reading."""
     if "datasets" not in sys.modules:  # then no such object can exist
         return False
@@ -48,7 +52,7 @@ def is_plain_arrow(dataset: Any) -> bool:
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
-def scan_arrow(dataset: Any, rules: RowRules, disable_progress: bool) -> SequenceTable:
+def scan_arrow(dataset: "Dataset", rules: RowRules, disable_progress: bool) -> SequenceTable:
     """Makes the table of a `datasets.Dataset` by columns, a thousand rows at a time. Raises `DataError`: there is no
     column `input_ids`, or a row is not as `features.py` describes. Raises `UnsupportedError`: the stock Trainer would
     train a row in a way that packing cannot reproduce."""
@@ -117,7 +121,7 @@ def _labels_of_columns(
     return is_label
 
 
-def token_columns(dataset: Any) -> list[str]:
+def token_columns(dataset: "Dataset") -> list[str]:
     """Returns the visible token columns of a `datasets.Dataset` (`set_format` can hide columns)."""
     return [name for name in TOKEN_COLUMNS if name in dataset.format["columns"]]
 
@@ -134,7 +138,7 @@ def _rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str
     return [{name: column[row] for name, column in values.items()} for row in range(num_rows)]
 
 
-def _list_lengths(array: Any, key: str, first: int, nulls_allowed: bool = False) -> NDArray[np.int64]:
+def _list_lengths(array: "pa.Array", key: str, first: int, nulls_allowed: bool = False) -> NDArray[np.int64]:
     """Checks an arrow column's type and missing values; returns its list lengths (0 for null)."""
     if array.null_count and not nulls_allowed:
         row = first + int(np.flatnonzero(np.asarray(array.is_null()))[0])
@@ -150,19 +154,19 @@ def _list_lengths(array: Any, key: str, first: int, nulls_allowed: bool = False)
     return _list_lengths_of(array)
 
 
-def _list_lengths_of(array: Any) -> NDArray[np.int64]:
+def _list_lengths_of(array: "pa.Array") -> NDArray[np.int64]:
     import pyarrow.compute as pc  # type: ignore[import-untyped]
 
     return np.asarray(pc.fill_null(pc.list_value_length(array), 0)).astype(np.int64)
 
 
-def _is_list(kind: Any) -> bool:
+def _is_list(kind: "pa.DataType") -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _is_integer_list(kind: Any, booleans: bool = False) -> bool:
+def _is_integer_list(kind: "pa.DataType", booleans: bool = False) -> bool:
     import pyarrow as pa
 
     return _is_list(kind) and (
@@ -221,7 +225,7 @@ def scan_dataset(
     return table
 
 
-def _is_stream(dataset: Any) -> bool:
+def _is_stream(dataset: object) -> bool:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         return True
     # torch's IterableDataset inherits a __getitem__ that only raises, and may have a length.
@@ -229,7 +233,9 @@ def _is_stream(dataset: Any) -> bool:
     return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
 
 
-def cache_path(dataset: Any, cache_dir: str | os.PathLike[str] | None = None, rules: RowRules = DEFAULT_RULES) -> Path:
+def cache_path(
+    dataset: "Dataset", cache_dir: str | os.PathLike[str] | None = None, rules: RowRules = DEFAULT_RULES
+) -> Path:
     if cache_dir is None:
         import datasets
 

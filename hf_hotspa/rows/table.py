@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, check_left_padding
 
@@ -90,7 +90,7 @@ class SequenceTable:
         return int(bits[low % 8 : low % 8 + high - low].sum())
 
     @classmethod
-    def from_lengths(cls, lengths: Any) -> "SequenceTable":
+    def from_lengths(cls, lengths: ArrayLike) -> "SequenceTable":
         """Returns the table of rows that train on every token except the first."""
         array = np.asarray(lengths, dtype=np.int64)
         return cls(array, np.maximum(array - 1, 0), np.full(len(array), -1, np.int64), np.zeros(0, np.uint8))

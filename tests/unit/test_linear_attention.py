@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_hotspa.features.isolation import isolation
-from hf_hotspa.features.isolation.isolation import delta_rule, mix_packed, set_heads_of_shard
+from hf_hotspa.features.isolation.isolation import Sequences, delta_rule, mix_packed, set_heads_of_shard
 from hf_hotspa.model.layer_kind import is_linear_attention, projections
 from hf_hotspa.parallel.attention import PackedSequences
 from tests.oracle import exact_in_double
@@ -60,7 +60,7 @@ def one_by_one(
 @pytest.mark.parametrize("lengths", [(1,), (5, 1, 70), (130, 64, 3, 3, 17), (2,) * 40, (63, 65)])
 def test_all_sequences_at_once_are_one_token_after_the_other(lengths: tuple[int, ...]) -> None:
     given = inputs(sum(lengths))
-    found, _ = delta_rule(*given, lengths=lengths)
+    found, _ = delta_rule(*given, Sequences(lengths))
     expected = one_by_one(*given, lengths=lengths)
     weights = torch.randn_like(found)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
@@ -73,9 +73,9 @@ def test_all_sequences_at_once_are_one_token_after_the_other(lengths: tuple[int,
 @pytest.mark.parametrize("cut", [1, 40, 64, 99])
 def test_a_state_goes_on_in_the_next_row(cut: int) -> None:
     given = inputs(100, seed=1)
-    whole, _ = delta_rule(*given, lengths=(100,))
-    first, state = delta_rule(*part(given, slice(cut)), lengths=(cut,), continues=True)
-    second, none = delta_rule(*part(given, slice(cut, None)), lengths=(100 - cut,), state=state)
+    whole, _ = delta_rule(*given, Sequences((100,)))
+    first, state = delta_rule(*part(given, slice(cut)), Sequences((cut,), continues=True))
+    second, none = delta_rule(*part(given, slice(cut, None)), Sequences((100 - cut,), state))
     assert state is not None
     assert none is None
     both = torch.cat([first, second], 1)
@@ -125,7 +125,7 @@ def test_kernels_get_the_borders_of_documents(monkeypatch: pytest.MonkeyPatch) -
     def kernel(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         calls.append(kwargs)
         borders = kwargs["cu_seqlens"].diff().tolist()
-        return delta_rule(query, key, value, kwargs["g"], kwargs["beta"], borders)
+        return delta_rule(query, key, value, kwargs["g"], kwargs["beta"], Sequences(borders))
 
     monkeypatch.setattr(isolation, "has_kernel", lambda value: True)
     monkeypatch.setitem(type(net).forward.__wrapped__.__globals__, "torch_chunk_gated_delta_rule", kernel)

@@ -215,13 +215,13 @@ class DropoutMasks:
         self.pack.calls[place] = count + 1
         return count
 
-    def recompute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def recompute(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """torch's checkpoint of a layer, with the same masks again even if another pack is current by then."""
         pack = self.pack
         assert pack is not None
         visible, calls = pack.visible, dict(pack.calls)  # of the current sequence if the layer runs one at a time
 
-        def with_pack(*inputs: Any, **named: Any) -> Any:
+        def with_pack(*inputs: object, **named: object) -> Any:
             now, self.pack = self.pack, pack
             (seen, pack.visible), (counted, pack.calls) = (pack.visible, visible), (pack.calls, dict(calls))
             try:
@@ -331,7 +331,7 @@ class EmbeddingNoise:
     def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
         self.micro_batch = micro_batch
 
-    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+    def __call__(self, module: nn.Module, args: object, out: Tensor) -> Tensor | None:
         """Adds each sequence's noise to [1, T, H]; None, which keeps the output, in eval mode."""
         if not module.training:
             return None

@@ -4,17 +4,22 @@ Its hooks; see `hf_hotspa.seam`.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_hotspa.features.dropout.mode import Noise
 from hf_hotspa.seam import Flags, settings
+
+if TYPE_CHECKING:
+    from hf_hotspa.model.options import EngineOptions
+    from hf_hotspa.model.replica import Replica
+    from hf_hotspa.model.specs import ModelDescription
 
 options = Noise
 
 flags = Flags(arguments="hf_hotspa.features.dropout.arguments:NoiseArguments")
 
 
-def attach(replica: Any, description: Any, options: Any) -> Iterator[Any]:
+def attach(replica: "Replica", description: "ModelDescription", options: "EngineOptions") -> Iterator[Any]:
     """Dropout by keys, in recomputed layers and in attention too, and noise."""
     from hf_hotspa.features.dropout.dropout import DropoutMasks, EmbeddingNoise
 

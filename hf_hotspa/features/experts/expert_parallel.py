@@ -44,7 +44,7 @@ from hf_hotspa.parallel.wrapped_model import base_layer
 _signature = cache(inspect.signature)
 
 
-def arguments_of(experts: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def arguments_of(experts: nn.Module, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, their experts and routing weights, from a call of fused experts."""
     _, hidden, index, weights = _signature(type(experts).forward).bind(experts, *args, **kwargs).args
     return hidden, index, weights
@@ -99,7 +99,7 @@ class ExpertCapacity(Attachment):
             self.num_dropped += int((counts - most).clamp_min(0).sum())
         return kept.view_as(index)
 
-    def _run(self, module: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _run(self, module: nn.Module, forward: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
         hidden, index, weights = arguments_of(module, *args, **kwargs)
         return forward(hidden, index, weights * self.kept(index, int(module.num_experts)))
 
@@ -182,7 +182,7 @@ class ExpertParallel(Attachment):
             module.num_experts = int(module.num_experts) // self._group.size
             module.forward = partial(self._run, module, module.forward)
 
-    def _run(self, module: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _run(self, module: nn.Module, forward: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
         hidden, index, weights = arguments_of(module, *args, **kwargs)
         if index.shape != weights.shape or index.dim() != 2 or index.is_floating_point():
             raise ModelError(

@@ -4,11 +4,19 @@ Its hooks; see `hf_hotspa.seam`.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_hotspa.features.experts.capacity import Capacity
 from hf_hotspa.features.experts.terms import TERMS
 from hf_hotspa.seam import Described, Flags, Measure, settings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hf_hotspa.model.options import EngineOptions
+    from hf_hotspa.model.replica import Replica
+    from hf_hotspa.model.specs import ModelDescription
 
 options = Capacity
 
@@ -24,7 +32,7 @@ measures = (
 )
 
 
-def describe(model: Any, compute_dtype: Any) -> Described:
+def describe(model: "nn.Module", compute_dtype: "torch.dtype | None") -> Described:
     """How many routers have a balance loss."""
 
     def auxiliary_layers(if_asked: bool) -> int:
@@ -35,7 +43,7 @@ def describe(model: Any, compute_dtype: Any) -> Described:
     return Described(auxiliary_layers=auxiliary_layers)
 
 
-def attach(replica: Any, description: Any, options: Any) -> Iterator[Any]:
+def attach(replica: "Replica", description: "ModelDescription", options: "EngineOptions") -> Iterator[Any]:
     """The balance loss of routers, the exchange of tokens between the ranks of ep, and the limit of experts."""
     from hf_hotspa.features.experts.expert_parallel import ExpertCapacity, ExpertParallel, fits_grouped_kernels
     from hf_hotspa.features.experts.router_loss import RouterLoss

@@ -109,7 +109,7 @@ class RouterLoss(Attachment):
         """Begins a forward: drops what a recomputation may have recorded."""
         self.clear()
 
-    def _record(self, index: int, output: int, module: nn.Module, args: Any, out: Any) -> None:
+    def _record(self, index: int, output: int, module: nn.Module, args: object, out: Any) -> None:
         logits = out[output] if isinstance(out, tuple | list) else out
         self._logits[index].append(logits.reshape(-1, logits.shape[-1]))
 

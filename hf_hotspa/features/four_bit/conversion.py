@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
-def convert(model: PreTrainedModel, kind: str, numbers: Tensor, blocksize: int) -> None:
-    """Converts the decoder's linear layers in place. Weights repeat the numbers, so codes repeat, too."""
+def convert(model: PreTrainedModel, kind: str, values: Tensor, blocksize: int) -> None:
+    """Converts the decoder's linear layers in place. Weights repeat the values, so codes repeat, too."""
     head, dtype = model.get_output_embeddings(), model.dtype
     narrow = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-    block = numbers.to(model.device, narrow)
+    block = values.to(model.device, narrow)
     codes, scales = quantize_4bit(block, blocksize=blocksize, quant_type=kind)
     for name, linear in list(model.named_modules()):
         if type(linear) is not nn.Linear or linear is head:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from hf_hotspa.errors import ModelError
@@ -76,7 +77,7 @@ class FourBit:
 
     # -- the user's module
 
-    def stored(self, module: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    def stored(self, module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
         """Codes as uint8, scales as fp32."""
         if module.weight.is_meta:
             yield "weight", torch.empty(-(-self.numel // 2), dtype=torch.uint8, device="meta")
@@ -85,7 +86,7 @@ class FourBit:
             yield "weight", plain_codes(module.weight)
             yield SCALES, scales_of(_state(module, name))
 
-    def write(self, module: Any, leaf: str, values: Tensor) -> None:
+    def write(self, module: nn.Module, leaf: str, values: Tensor) -> None:
         """Scales are then not nested."""
         if leaf == "weight":
             plain_codes(module.weight).copy_(values.reshape(-1))
@@ -109,7 +110,7 @@ class FourBit:
         model.set_submodule(name, module)
         model.is_loaded_in_4bit = True  # PEFT asks
 
-    def product(self, module: Any) -> "FourBitProduct":
+    def product(self, module: nn.Module) -> "FourBitProduct":
         """Makes the product of a replica's module its forward."""
         return FourBitProduct(module, self)
 
@@ -159,7 +160,7 @@ class FourBit:
 # -- the user's model -------------------------------------------------------------------------------------------------
 
 
-def _is_four_bit(module: Any) -> bool:
+def _is_four_bit(module: nn.Module) -> bool:
     """Whether a module is a 4-bit linear layer of bitsandbytes with the library's forward."""
     bnb: Any = sys.modules.get("bitsandbytes")  # an object of a package that was never imported does not exist
     if bnb is None or not isinstance(module, bnb.nn.Linear4bit):
@@ -207,7 +208,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return known
 
 
-def _state(module: Any, name: str) -> Any:
+def _state(module: nn.Module, name: str) -> Any:
     state = getattr(module.weight, "quant_state", None) or module.quant_state
     if state is None or len(state.shape) != 2 or tuple(state.shape) != (module.out_features, module.in_features):
         raise ModelError(
@@ -248,7 +249,7 @@ class FourBitProduct:
         linear: Has the codes (uint8, of any shape in row-major order) as `weight`, and their scales as `absmax`.
     """
 
-    def __init__(self, linear: Any, layer: FourBit) -> None:
+    def __init__(self, linear: nn.Module, layer: FourBit) -> None:
         self._linear, self._layer, self._shape = linear, layer, layer.shape
         self._slice: tuple[int, tuple[tuple[int, int], ...]] | None = None
         linear.hotspa_product, linear.forward = self, self.with_bias
@@ -311,10 +312,10 @@ class _Product(torch.autograd.Function):
     """Like bitsandbytes' own, but saves nothing: the backward reads the layer's codes, wherever they lie then."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, product: FourBitProduct) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, product: FourBitProduct) -> Tensor:
         ctx.product = product
         return product.of(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return torch.matmul(grad, ctx.product.weight().to(grad.dtype)), None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,8 +13,11 @@ from transformers.quantizers import AutoHfQuantizer
 from hf_hotspa.engine.loading import open_model
 from hf_hotspa.errors import HotspaConfigError
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
-def open_qlora(folder: str | Path, adapter: Any, quantization: BitsAndBytesConfig) -> Any:
+
+def open_qlora(folder: str | Path, adapter: "LoraConfig", quantization: BitsAndBytesConfig) -> Any:
     """Makes the `PeftModel` for a folder of plain weights (`hotspa_model_path`). Its base will be in 4 bits and has no
     weights yet.
 
@@ -50,7 +53,7 @@ def _staying_on_cpu() -> Iterator[None]:
     kind: Any = nn.Module
     move = kind.to
 
-    def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def to(module: nn.Module, *args: object, **kwargs: object) -> Any:
         return module if torch.device("meta") in (*args, kwargs.get("device")) else move(module, *args, **kwargs)
 
     kind.to = to

@@ -7,7 +7,7 @@ an fp32 copy of them, which the master store keeps.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import RECOMPUTATION, MemoryStage
@@ -18,6 +18,10 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.shares import shard_rows, stored_rows
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
 from hf_hotspa.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 BLOCK = 64  # weights that share a scale
 WEIGHT_BYTES = 1 / 2 + 4 / BLOCK  # bytes of a weight, its share of a scale included
@@ -116,10 +120,10 @@ def _seconds(sizes: ModelSizes, tp: int, hardware: Hardware, dtype: str) -> Cost
     return Cost(c=moved / hardware.device.memory_bandwidth)
 
 
-def _convert(model: Any, kind: str, numbers: Any) -> None:
+def _convert(model: "PreTrainedModel", kind: str, values: "Tensor") -> None:
     from hf_hotspa.features.four_bit.conversion import convert
 
-    convert(model, kind, numbers, BLOCK)
+    convert(model, kind, values, BLOCK)
 
 
 def _config(kind: str, double: bool) -> Any:

@@ -4,10 +4,15 @@ Its hooks; see `hf_hotspa.seam`.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_hotspa.model.options import EngineOptions
+    from hf_hotspa.model.replica import Replica
+    from hf_hotspa.model.specs import ModelDescription
 
 
-def attach(replica: Any, description: Any, options: Any) -> Iterator[Any]:
+def attach(replica: "Replica", description: "ModelDescription", options: "EngineOptions") -> Iterator[Any]:
     """Layers treat the sequences of packs by their kind."""
     from hf_hotspa.features.isolation.isolation import PackLender, take_packs
     from hf_hotspa.model.pass_through import PassThrough

@@ -24,14 +24,14 @@ H heads of values (a multiple of G), K and V widths of these heads.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from inspect import unwrap
 from itertools import accumulate
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class PackLender:
             layer.forward = partial(_with_pack, forward=layer.forward, holder=self._holder)
             layer.hotspa_recompute = partial(_recompute_with_pack, holder=self._holder)
 
-    def begin(self, pack: PackedSequences, *_: Any) -> None:
+    def begin(self, pack: PackedSequences, *_: object) -> None:
         self._holder[:] = [pack]
 
 
@@ -91,7 +91,11 @@ def hand_pack_on(layer: nn.Module) -> None:
 
 
 def _holding_pack(
-    *args: Any, forward: Callable[..., Any], holder: list[PackedSequences], hotspa_pack: PackedSequences, **kwargs: Any
+    *args: object,
+    forward: Callable[..., Any],
+    holder: list[PackedSequences],
+    hotspa_pack: PackedSequences,
+    **kwargs: object,
 ) -> Any:
     holder.append(hotspa_pack)
     try:
@@ -102,16 +106,16 @@ def _holding_pack(
 
 def _recompute_with_pack(
     function: Callable[..., Any],
-    *args: Any,
+    *args: object,
     recompute: Callable[..., Any],
     holder: list[PackedSequences],
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     if not holder:  # the layer is called inside the recomputation, with its pack (transformers before 5.23)
         return recompute(function, *args, **kwargs)
     pack = holder[-1]
 
-    def with_pack(*inputs: Any, **named: Any) -> Any:
+    def with_pack(*inputs: object, **named: object) -> Any:
         holder.append(pack)
         try:
             return function(*inputs, **named)
@@ -121,11 +125,11 @@ def _recompute_with_pack(
     return recompute(with_pack, *args, **kwargs)
 
 
-def _with_pack(*args: Any, forward: Callable[..., Any], holder: list[PackedSequences], **kwargs: Any) -> Any:
+def _with_pack(*args: object, forward: Callable[..., Any], holder: list[PackedSequences], **kwargs: object) -> Any:
     return forward(*args, **kwargs | {"hotspa_pack": holder[-1]})
 
 
-def _slice(value: Any, start: int, stop: int, total: int, index: int) -> Any:
+def _slice(value: object, start: int, stop: int, total: int, index: int) -> Any:
     """An argument's part for sequence `index`, the tokens `[start, stop)` of a row of `total`."""
     if isinstance(value, _PerSequence):
         return value[index]
@@ -141,11 +145,11 @@ def _slice(value: Any, start: int, stop: int, total: int, index: int) -> Any:
 
 def _each_sequence(
     hidden_states: Tensor,
-    *args: Any,
+    *args: object,
     forward: Callable[..., Any],
     kind: LayerKind,
     hotspa_pack: PackedSequences,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     total, outs, start = hidden_states.shape[1], [], 0
     for index, length in enumerate(hotspa_pack.lengths):
@@ -199,7 +203,7 @@ def mix_packed(module: nn.Module) -> None:
     module.hotspa_set_heads = lambda heads, _: set_heads_of_shard(module, heads)
 
 
-def set_heads_of_shard(module: Any, num_heads: int) -> None:
+def set_heads_of_shard(module: nn.Module, num_heads: int) -> None:
     """Sets a gated delta net's number of heads of queries and keys on this rank of tp (may be 0)."""
     values_each, key, value = module.num_v_heads // module.num_k_heads, module.head_k_dim, module.head_v_dim
     module.num_k_heads, module.num_v_heads = num_heads, num_heads * values_each
@@ -209,7 +213,7 @@ def set_heads_of_shard(module: Any, num_heads: int) -> None:
         module.forward = partial(_without_heads, module)
 
 
-def _without_heads(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def _without_heads(module: nn.Module, hidden_states: Tensor, **kwargs: object) -> Tensor:
     """The forward of a rank without heads, for the collectives of the projections."""
     into, out, _ = projections(module)
     given: Tensor = module.get_submodule(out)(
@@ -237,7 +241,7 @@ class _Mixer:
         activation: str | None = None,
         *,
         hotspa_pack: PackedSequences,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """[1, C, t] of the convolution with [C, w], within each sequence."""
         pack, rows, key = hotspa_pack, x[0].transpose(0, 1), (self._module, CONVOLUTION)
@@ -270,7 +274,7 @@ class _Mixer:
         beta: Tensor,
         hotspa_pack: PackedSequences,
         use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         """[1, t, H, V] of the recurrence, within each sequence; arguments as for the family's function."""
         pack, lengths, heads = hotspa_pack, hotspa_pack.lengths, value.shape[2]
@@ -284,7 +288,8 @@ class _Mixer:
         state = None if pack.carried is None else pack.carried.state(named, takes_gradient)
         continues = pack.carried is not None and pack.carried.continues
         run = self._by_kernel if has_kernel(value) else delta_rule
-        out, last = run(query, key, value, g[..., 0], beta[..., 0], lengths, state, continues, use_qk_l2norm_in_kernel)
+        sequences = Sequences(lengths, state, continues)
+        out, last = run(query, key, value, g[..., 0], beta[..., 0], sequences, use_qk_l2norm_in_kernel)
         if continues and pack.carried is not None:
             pack.carried.leave_state(named, last)
         if pack.division is not None:
@@ -298,12 +303,11 @@ class _Mixer:
         value: Tensor,
         decay: Tensor,
         beta: Tensor,
-        lengths: Sequence[int],
-        state: Tensor | None,
-        continues: bool,
+        sequences: "Sequences",
         normalizes: bool,
     ) -> tuple[Tensor, Tensor]:
         """`delta_rule` by the family's own function, which takes borders and states of packed sequences."""
+        lengths, state, continues = sequences
         borders = torch.tensor((0, *accumulate(lengths)), dtype=torch.int64).to(value.device, non_blocking=True)
         states = None
         if state is not None:
@@ -464,15 +468,21 @@ def _chunked(x: Tensor, heads: tuple[int, int], chunks: _Chunks) -> Tensor:
     return whole.view(-1, *heads, chunks.size, x.shape[2])
 
 
+class Sequences(NamedTuple):
+    """The sequences of a row of T tokens."""
+
+    lengths: Sequence[int]  # tokens of each
+    state: Tensor | None = None  # [H, K, V] of the first one before its first token; 0 when None
+    continues: bool = False  # whether the state of the first one behind its last token is asked for
+
+
 def delta_rule(
     query: Tensor,  # [1, T, G, K], scaled here by K ** -0.5
     key: Tensor,  # [1, T, G, K]
     value: Tensor,  # [1, T, H, V]; H is a multiple of G
     decay: Tensor,  # [1, T, H], logarithms, at most 0
     beta: Tensor,  # [1, T, H]
-    lengths: Sequence[int],  # tokens of each sequence
-    state: Tensor | None = None,  # [H, K, V] of the first sequence before its first token; 0 when None
-    continues: bool = False,  # whether to return the state of the first sequence behind its last token
+    sequences: Sequences,
     normalizes: bool = True,  # whether to divide queries and keys by their norms first
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule within each sequence of a row: `S = exp(decay) S`, `S = S + beta k (v - k S)`, `out = q S`.
@@ -481,11 +491,9 @@ def delta_rule(
     next chunk of every sequence (Yang et al., 2024, section 3.3). In fp32, or the inputs' dtype if wider. Returns [1,
     T, H, V] in the dtype of the queries, and the state [H, K, V] or None.
     """
-    dtype, wide, (groups, many) = (
-        query.dtype,
-        torch.promote_types(query.dtype, torch.float32),
-        (key.shape[2], value.shape[2]),
-    )
+    lengths, state, continues = sequences
+    groups, many = key.shape[2], value.shape[2]
+    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
     query, key, value, decay, beta = (x[0].to(wide) for x in (query, key, value, decay, beta))
     if normalizes:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
@@ -512,7 +520,9 @@ def delta_rule(
     return rows.to(dtype)[None], last if continues else None
 
 
-def _scan(steps: Any, states: Tensor, chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _scan(
+    steps: Iterable[tuple[Tensor, ...]], states: Tensor, chunks: _Chunks, state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Runs the steps in order; returns all outputs, and the first sequence's state at its end."""
     if state is not None:
         states = states.index_copy(0, torch.tensor([chunks.first], device=states.device), state.to(states)[None])

@@ -21,7 +21,7 @@ import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,6 +31,9 @@ from hf_hotspa.model.added_modules import INPUTS, OUTPUTS
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.tensor_plan import is_fused
 from hf_hotspa.parallel.wrapped_model import BASE, bare_model, base_layer, is_wrapped
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _SHARED = {"lora_A": INPUTS, "lora_B": OUTPUTS}
 _WHY = "training of this kind is not known to be exact when the layers are cut and moved"
@@ -73,7 +76,7 @@ class Adapters:
     """
 
     name: str
-    config: Any
+    config: "LoraConfig"
     scalings: Mapping[str, float]
     parameters: Mapping[str, str] = field(default_factory=dict)
 
@@ -168,7 +171,7 @@ def _refuse_bare_tuners(model: nn.Module) -> None:
         )
 
 
-def _refuse_idle(model: Any, name: str, config: Any) -> None:
+def _refuse_idle(model: nn.Module, name: str, config: "LoraConfig") -> None:
     """Raises an error if the adapter does not take part in the forward, or is not trained."""
     trained = any(p.requires_grad for p in model.parameters())
     merged = any(getattr(module, "merged_adapters", None) for module in model.modules())
@@ -184,7 +187,7 @@ def _refuse_idle(model: Any, name: str, config: Any) -> None:
             )
 
 
-def _refuse_resized(model: Any, config: Any) -> None:
+def _refuse_resized(model: nn.Module, config: "LoraConfig") -> None:
     """Raises an error if PEFT saves the embeddings with the adapter, as the saved base has another number of them."""
     base, size = config.base_model_name_or_path, getattr(model.config, "vocab_size", None)
     if not base or size is None:
@@ -201,7 +204,7 @@ def _refuse_resized(model: Any, config: Any) -> None:
         )
 
 
-def _scalings(bare: Any, name: str) -> dict[str, float]:
+def _scalings(bare: nn.Module, name: str) -> dict[str, float]:
     """The scaling of each LoRA layer; raises an error unless all are plain layers on linear layers."""
     from peft.tuners.lora import Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -247,7 +250,7 @@ def is_of_parameter(module: nn.Module) -> bool:
     return type(module) is ParamWrapper
 
 
-def _refuse_other_parameters(path: str, module: Any, base: nn.Module) -> None:
+def _refuse_other_parameters(path: str, module: nn.Module, base: nn.Module) -> None:
     """Raises an error unless the adapted parameter is a weight of fused experts or of the family's own module (a router)."""
     parameter = getattr(base, module.parameter_name)
     if isinstance(base, nn.Linear) or parameter.dim() != (3 if is_fused(base) else 2):

@@ -119,7 +119,7 @@ class _OnShares:
 
 
 @cache
-def _on_shares(kind: Any) -> Any:
+def _on_shares(kind: type[Optimizer]) -> type[Optimizer]:
     """A subclass of the library's class, with its name, that decides by complete parameters what to quantize."""
     if kind.__module__.partition(".")[0] == BITSANDBYTES:
 
@@ -156,7 +156,7 @@ def _on_shares(kind: Any) -> Any:
     return made
 
 
-def overrides_of(optimizer: Any) -> dict[int, dict[str, Any]]:
+def overrides_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """Id of a parameter -> its bitsandbytes overrides: embeddings have 32 bits if `Trainer` makes the optimizer."""
     if library_of(type(optimizer)) != BITSANDBYTES:
         return {}
@@ -166,7 +166,7 @@ def overrides_of(optimizer: Any) -> dict[int, dict[str, Any]]:
     return {**manager.pid2config, **of_modules}
 
 
-def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None) -> None:
+def adopt(optimizer: Optimizer, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None) -> None:
     """Makes an optimizer of these libraries decide by complete parameters; it has shares of the master store.
     `overrides`: id of a share -> its parameter's overrides in `GlobalOptimManager`. Raises `UnsupportedError`: the
     optimizer cannot be honoured; it is unchanged."""
@@ -190,7 +190,7 @@ def _report_compilation(optimizer: Optimizer) -> None:
     """Logs how long the first step took: torchao compiles it for every share size."""
     begun = list[float]()
 
-    def after(*_: Any) -> None:
+    def after(*_: object) -> None:
         if len(begun) == 1:
             sizes = {p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
             seconds, name = time.perf_counter() - begun[0], type(optimizer).__name__
@@ -202,7 +202,7 @@ def _report_compilation(optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(after)
 
 
-def disown(optimizer: Any) -> None:
+def disown(optimizer: Optimizer) -> None:
     """Undoes `adopt`: the optimizer continues with parameters that are not shares."""
     if _is_ours(type(optimizer)):
         set_class(optimizer, type(optimizer).__bases__[0], "optimizer")
@@ -226,7 +226,7 @@ def kind_of(optimizer: Optimizer) -> str:
     return f"{library}.{name} of {attributes['args'].optim_bits} bits"
 
 
-def code_digest(optimizer: Any) -> str:
+def code_digest(optimizer: Optimizer) -> str:
     """A digest of what the codes in its states mean."""
     library = library_of(type(optimizer))
     tables = [_maps(optimizer)[name] for name in _MAPS] if library == BITSANDBYTES else [
@@ -237,13 +237,13 @@ def code_digest(optimizer: Any) -> str:
     return hashlib.sha256(numbers.numpy().astype("<f4").tobytes()).hexdigest()[:16]
 
 
-def _maps(optimizer: Any) -> dict[str, Tensor]:
+def _maps(optimizer: Optimizer) -> dict[str, Tensor]:
     if "dynamic" not in optimizer.name2qmap:
         optimizer.fill_qmap()
     return dict(zip(_MAPS, (optimizer.name2qmap["dynamic"], optimizer.name2qmap["udynamic"]), strict=True))
 
 
-def stored_states(optimizer: Any, share: Tensor) -> tuple[dict[str, Stored], dict[str, Any]]:
+def stored_states(optimizer: Optimizer, share: Tensor) -> tuple[dict[str, Stored], dict[str, Any]]:
     """A share's states: by name, those saved by range of elements; and those that the parameter has once."""
     stored, rest = dict[str, Stored](), dict[str, Any]()
     library, state = library_of(type(optimizer)), optimizer.state.get(share, {})
@@ -267,11 +267,11 @@ def stored_states(optimizer: Any, share: Tensor) -> tuple[dict[str, Stored], dic
     return stored, rest
 
 
-def _bits(optimizer: Any) -> int:
+def _bits(optimizer: Optimizer) -> int:
     return 4 if "4bit" in type(optimizer).__name__ else 8
 
 
-def loaded_states(optimizer: Any, share: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Any]:
+def loaded_states(optimizer: Optimizer, share: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Any]:
     """The inverse of `stored_states`."""
     library, state = library_of(type(optimizer)), dict[str, Any]()
     for name, values in stored.items():
@@ -293,7 +293,7 @@ def loaded_states(optimizer: Any, share: Tensor, stored: Mapping[str, Tensor]) -
     return state
 
 
-def cut_state(optimizer: Any, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
+def cut_state(optimizer: Optimizer, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
     """Cuts an optimizer's state of a complete parameter to a share, unless it is already cut. Raises
     `UnsupportedError`: the master store has the weight transposed, so its blocks have other elements."""
     spec, start, stop, *_ = share
@@ -328,7 +328,7 @@ def cut_state(optimizer: Any, state: Mapping[str, Any], share: MasterShare) -> d
     return cut
 
 
-def _cut_codes(optimizer: Any, value: Any, lead: int, start: int, stop: int) -> Tensor:
+def _cut_codes(optimizer: Optimizer, value: Any, lead: int, start: int, stop: int) -> Tensor:
     if not hasattr(value, "codes"):
         return value.flatten(lead)[..., start:stop].clone()  # type: ignore[no-any-return]
     packed, empty = 8 // _bits(optimizer), torch.empty(stop - start, dtype=value.dtype)

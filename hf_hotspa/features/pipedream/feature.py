@@ -1,13 +1,18 @@
 """PipeDream: the stages of a pipeline update by themselves, after every pack (`mode`)."""
 
-from typing import Any
+import argparse
+from typing import TYPE_CHECKING, Any
 
 from hf_hotspa.features.pipedream.mode import PIPEDREAM, PIPELINE_MODES, PipeDream
 from hf_hotspa.features.pipedream.terms import TERMS
 from hf_hotspa.seam import SYNCHRONOUS, Flags, Options, settings
 
+if TYPE_CHECKING:
+    from hf_hotspa.features.pipedream.stage_updates import StageRunner
+    from hf_hotspa.model.options import EngineOptions
 
-def _add_mode(parser: Any) -> None:
+
+def _add_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pipeline-mode",
         default=SYNCHRONOUS,
@@ -16,7 +21,7 @@ def _add_mode(parser: Any) -> None:
     )
 
 
-def _add_partition(parser: Any) -> None:
+def _add_partition(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--partition",
         action="store_true",
@@ -33,7 +38,7 @@ class Partitioned(Options):
         return of_formulas(setup, micro, tokens)
 
 
-def _of_command(args: Any) -> Options | None:
+def _of_command(args: argparse.Namespace) -> Options | None:
     if getattr(args, "partition", False):
         return Partitioned()
     return PipeDream() if getattr(args, "pipeline_mode", SYNCHRONOUS) == PIPEDREAM else None
@@ -50,7 +55,7 @@ flags = Flags(
 )
 
 
-def runner(options: Any) -> Any:
+def runner(options: "EngineOptions") -> "StageRunner | None":
     """Stages that update by themselves; None for the synchronous update."""
     mode = settings(options.features, PipeDream)
     if mode is None:

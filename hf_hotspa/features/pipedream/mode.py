@@ -15,12 +15,16 @@ the version of the first.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
 from hf_hotspa.packing.pipeline_order import Passes, runs_chunks
 from hf_hotspa.seam import SYNCHRONOUS, Options, by_name
 from hf_hotspa.strategy import Bucket, Strategy
+
+if TYPE_CHECKING:
+    from hf_hotspa.model.options import EngineOptions
+    from hf_hotspa.model.specs import ModelDescription
 
 PIPEDREAM = "pipedream"
 PIPELINE_MODES = (SYNCHRONOUS, PIPEDREAM)
@@ -64,7 +68,7 @@ class PipeDream(Options):
                 versions.append(done)
         return versions
 
-    def check_engine(self, options: Any) -> None:
+    def check_engine(self, options: "EngineOptions") -> None:
         if options.overlap_load or options.overlap_return or options.offload_master:
             raise HotspaConfigError(
                 "stages that update by themselves, with switches beside the computation or a master store in host memory",
@@ -75,7 +79,7 @@ class PipeDream(Options):
     def check_plan(self, buckets: Sequence[Bucket], tied: Sequence[str], schedule: str) -> None:
         check_strategies(buckets, tied, schedule)
 
-    def check_model(self, description: Any, buckets: Sequence[Bucket], options: Any) -> None:
+    def check_model(self, description: "ModelDescription", buckets: Sequence[Bucket], options: "EngineOptions") -> None:
         """Rejects a tied weight, and a balance loss of routers, which needs the complete mini-batch's gradient."""
         check_strategies(buckets, [s.name for s in description.vector.specs if s.in_head], options.pipeline_schedule)
         if description.auxiliary_layers:

@@ -3,10 +3,19 @@
 Its hooks; see `hf_hotspa.seam`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.seam import Flags, Measure, State, settings
+
+if TYPE_CHECKING:
+    from hf_hotspa.engine.engine import HotSPaEngine
+    from hf_hotspa.features.slow_devices.device_watch import DeviceWatch
+    from hf_hotspa.model.options import EngineOptions
+    from hf_hotspa.model.replica import Replica
+    from hf_hotspa.model.specs import ModelDescription
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.run_plan import RunPlan
 
 options = HandOver
 
@@ -18,7 +27,7 @@ measures = (
 )
 
 
-def attach(replica: Any, description: Any, options: Any) -> tuple[Any, ...]:
+def attach(replica: "Replica", description: "ModelDescription", options: "EngineOptions") -> tuple[Any, ...]:
     """What the ranks of a tensor-parallel group hand over; nothing without the option."""
     if replica.mesh.tensor is None or settings(options.features, HandOver) is None:
         return ()
@@ -27,7 +36,7 @@ def attach(replica: Any, description: Any, options: Any) -> tuple[Any, ...]:
     return (make_flexible(replica),)
 
 
-def _watch(engine: Any, args: Any, plan: Any) -> Any:
+def _watch(engine: "HotSPaEngine", args: "HotSPaTrainingArguments", plan: "RunPlan") -> "DeviceWatch | None":
     """The watch over the devices of a run; None if off, or with a single device."""
     from hf_hotspa.features.slow_devices.device_watch import watch_devices
 

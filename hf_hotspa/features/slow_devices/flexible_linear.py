@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from hf_hotspa.engine.engine import HotSPaEngine
@@ -346,13 +347,13 @@ class _WholeProduct(torch.autograd.Function):
     """A linear without offloaded columns: the operations of `functional.linear` and its backward, timed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, own: OwnColumns) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, w: Tensor, bias: Tensor | None, own: OwnColumns) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.own = own
         return PRODUCTS.linear(x, w, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = PRODUCTS.of(grad, w) if needs_x else None
@@ -375,7 +376,9 @@ class _ColumnProduct(torch.autograd.Function):
     """`x @ w.T` of a column-parallel linear. x [T, L] on all ranks, w [N, L]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, parts: list[Part], own: OwnColumns, outputs: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, x: Tensor, w: Tensor, parts: list[Part], own: OwnColumns, outputs: tuple[int, ...]
+    ) -> Tensor:
         """`outputs`: N on each position."""
         taken = [
             part.columns(w[:, part.migration.first :] if part.gives else None, outputs[part.migration.giver], w)
@@ -392,7 +395,7 @@ class _ColumnProduct(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, w, *taken = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         own, tokens = ctx.own, x.shape[0]
@@ -434,7 +437,7 @@ class RowProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, parts: list[Part], own: OwnColumns) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, w: Tensor, parts: list[Part], own: OwnColumns) -> Tensor:
         taken = []
         for part in parts:
             first = part.migration.first
@@ -453,7 +456,7 @@ class RowProduct(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, w, *taken = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         own, tokens = ctx.own, x.shape[0]

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_hotspa.errors import StrategyError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.seam import Options
 from hf_hotspa.strategy import Bucket, Strategy
+
+if TYPE_CHECKING:
+    from hf_hotspa.model.specs import ModelDescription
 
 MODES = ("off", "watch", "balance", "migrate", "resize", "semi")  # the values of `hotspa_stragglers`
 GIVING = ("migrate", "resize", "semi")  # modes in which ranks do not compute all of their products
@@ -32,7 +35,7 @@ class HandOver(Options):
                 fix="use hotspa_stragglers=balance or watch",
             )
 
-    def check_model(self, description: Any, buckets: Sequence[Bucket], options: Any) -> None:
+    def check_model(self, description: "ModelDescription", buckets: Sequence[Bucket], options: object) -> None:
         if forms := sorted({layer.form for layer in description.packed.values()}):
             raise UnsupportedError(
                 f"columns of slow devices are handed over, and the model has weights in {forms[0]}",
