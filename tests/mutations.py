@@ -346,7 +346,7 @@ MUTATIONS = [
     Mutation(
         "the factor of an adapter that every shard holds is not summed",
         "hf_hotspa/model/specs.py",
-        "is_partial = role == (LORA_B if of_inputs else LORA_A)",
+        "is_partial = shared != (INPUTS if of_inputs else OUTPUTS)",
         "is_partial = name_in_plan in plan.partial",
         LORA + "test_hot_switched_gradients_equal_those_of_peft",
     ),
