@@ -374,7 +374,7 @@ def _with_unsupported_reasons(shape: ModelShape, structure: _Structure, drops: b
         if can_recompute
         else f"{type(model).__name__} cannot compute the activations of its layers again (+rc)",
         z_unsupported_reason=in_order,
-        ep_unsupported_reason=_no_expert_parallelism(structure)
+        ep_unsupported_reason=_no_division_of_experts(structure)
         or (added.ep_unsupported_reason if added is not None else None),
     )
 
@@ -500,7 +500,7 @@ def _no_chunks(structure: _Structure) -> str | None:
     return None
 
 
-def _no_expert_parallelism(structure: _Structure) -> str | None:
+def _no_division_of_experts(structure: _Structure) -> str | None:
     family, modules, layers = structure.text.model_type, structure.plan.modules, structure.plan.layer_prefixes
     fused = structure.fused
     loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in fused), None)
