@@ -76,7 +76,7 @@ def plans(cases: Iterable[tuple[str, str, str, str]] = PLANS) -> dict[str, dict[
 
 
 def commands() -> dict[str, float]:
-    """The CPU seconds of light commands, in processes of their own."""
+    """The CPU seconds of light commands, each in a new process."""
     found = {}
     for name, words in COMMANDS.items():
         before = os.times()

@@ -54,7 +54,7 @@ def unwrap(model: nn.Module) -> tuple[Any, str, AddedModules | None]:
     features added to the model."""
     bare, prefix = bare_model(model)
     refuse_quantized(bare, adapted=bool(prefix))
-    added = [found for hook in hooks("describe") if (found := hook(model, None).added()) is not None]
+    added = [own for hook in hooks("describe") if (own := hook(model, None).added()) is not None]
     if len(added) > 1:
         raise UnsupportedError(f"{len(added)} features add modules to the model: {[each.name for each in added]}")
     return bare, prefix, added[0] if added else None

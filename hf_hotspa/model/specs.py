@@ -405,7 +405,7 @@ def _parameter_vector(structure: _Structure) -> ParameterVector:
         else:
             specs.append(replace(spec, experts=fused.get(module, 0) if shared is None else 0))
         if unit >= 0 and shared is None:
-            costs[unit] += numel  # that of added modules is negligible
+            costs[unit] += numel  # the cost of added modules is negligible
     return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
 
 
