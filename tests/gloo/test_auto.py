@@ -420,7 +420,8 @@ def test_plans_are_raced_alike_on_all_ranks_exactly_and_a_resumed_race_goes_on(t
     raced = state["auto"]["race"]
     assert len(raced["names"]) > 1
     assert not raced["queue"]
-    assert raced["spent"] > 0
+    assert len(raced["levels"]) > 1  # measured; plans that are predicted alike cost nothing beyond the fastest
+    assert raced["spent"] >= 0
     assert len({tuple(p) for p in phases}) > 1
     assert {len(p) for p in phases[-3:]} == {1}
     extra |= {"resume": str(tmp_path / "checkpoint-5"), "save_strategy": "no"}
