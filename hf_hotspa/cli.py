@@ -47,7 +47,7 @@ from hf_hotspa.versions import LIBRARIES, TRAIN_LIBRARIES, version_of
 from hf_hotspa.whole_file import write_whole
 
 USAGE_ERROR = 2
-TRAIN = "train"
+TRAIN, RUN = "train", "run"
 _MACHINES = "such as h100-80g, l40s or 4090 (`hf-hotspa hardware` lists them), or a YAML or JSON file"
 _GPUS = "8xh100-80g or, of four nodes, 4x8xh100-80g: --nodes and --hardware in one"
 
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # `main` passes its flags on: they include those from TrainingArguments, which only torch and transformers know
     commands.add_parser(TRAIN, add_help=False, help="fine-tune a model on a data set")
+    commands.add_parser(RUN, add_help=False, help="run a program that trains with a Trainer, unchanged")
     model = argparse.ArgumentParser(add_help=False)
     presets = ", ".join(preset_names())
     add_flags(
@@ -343,6 +344,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         print(OVERVIEW, end="")
         return 0
+    if words[:1] == [RUN]:
+        from hf_hotspa.commands import run
+
+        if {"-h", "--help"} & set(words[: words.index("--") if "--" in words else None]):
+            print(run.HELP, end="")
+            return 0
+        try:
+            return run.main(words[1:])
+        except ModuleNotFoundError as error:
+            return _missing("hf-hotspa run", error)
     if words[:1] == [TRAIN]:
         if {"-h", "--help"} & set(words):
             print(HELP, end="")

@@ -190,12 +190,8 @@ class OverTRL(SwitchedMixin, _ByName):
     _hotspa_kind = RunOverTRL
 
     def __init__(self, *given: Any, **kwargs: Any) -> None:
+        self.hotspa_check_class()
         kind, base = of_trl(type(self))
-        if kind not in TRAINERS:
-            why, fix = UNSUPPORTED.get(
-                kind, ("it was not tried", f"use one of {', '.join(TRAINERS)}, or TRL's own class")
-            )
-            raise UnsupportedError(f"TRL's {base.__name__} over a switched model", why=why, fix=fix)
         kwargs = named(given, kwargs, super(_ByName, self).__init__, first=())
         model, args = kwargs.pop("model", None), kwargs.pop("args", None)
         args = _arguments(kind, base, model, args)
@@ -208,6 +204,16 @@ class OverTRL(SwitchedMixin, _ByName):
             handler.pop_callback(import_module("trl.trainer.callbacks").SyncRefModelCallback)
             self._hotspa.sync = _Syncs()
             handler.add_callback(self._hotspa.sync)
+
+    @classmethod
+    def hotspa_check_class(cls) -> None:
+        """Raises `UnsupportedError` for trainers of TRL other than `TRAINERS`."""
+        kind, base = of_trl(cls)
+        if kind not in TRAINERS:
+            why, fix = UNSUPPORTED.get(
+                kind, ("it was not tried", f"use one of {', '.join(TRAINERS)}, or TRL's own class")
+            )
+            raise UnsupportedError(f"TRL's {base.__name__} over a switched model", why=why, fix=fix)
 
     @property
     def ref_model(self) -> Any:

@@ -9,7 +9,8 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.terms import Scoring
 from hf_hotspa.data.collator import EMPTY_POLICIES, ERROR, SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError, check_choice
+from hf_hotspa.front.flags import given_flags, is_active
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.vector import AUTO as AUTO_DTYPE
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
@@ -230,17 +232,8 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         self._check_types()
         given_arguments.check_values(self)  # before transformers compares them and connects to other processes
         given_arguments.refuse_launcher_settings()
-        given: Any = vars(self)["deepspeed"]
-        self._deepspeed: DeepSpeedMapping | None = None
-        if given:
-            self._deepspeed = map_config(read_config(given), vars(self), {f.name: f.default for f in fields(self)})
-            for name, value in self._deepspeed.arguments.items():
-                setattr(self, name, value)
-        self.deepspeed: Any = None  # the parent would start DeepSpeed
-        take_fsdp(self)
-        with typed_failures(int(os.environ.get("RANK", "0")), "connecting to the other processes"):
+        with launch_taken(self), typed_failures(int(os.environ.get("RANK", "0")), "connecting to the other processes"):
             super().__post_init__()
-        self.deepspeed = given
         self.complete()
 
     def complete(self) -> None:
@@ -295,9 +288,10 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         Raises:
             HotspaError: `reason`, if a flag asks for something that the stock Trainer does not have.
         """
-        asks = [f.name for f in fields(self) if f.name.startswith("hotspa_") and getattr(self, f.name) != f.default]
+        asks = {f.name for f in fields(self) if f.name.startswith("hotspa_") and getattr(self, f.name) != f.default}
+        asks -= given_flags().keys()  # they are for what can be trained
         as_stock = {name for name, known in flags_of(type(self)).items() if known.as_stock}
-        if set(asks) - as_stock or self.hotspa_deepspeed is not None or self.fsdp_stage:
+        if asks - as_stock or self.hotspa_deepspeed is not None or self.fsdp_stage:
             raise reason
         for name, value in vars(self).get("_given", {}).items():
             setattr(self, name, value)
@@ -390,6 +384,30 @@ def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
     """The options of the engine that single flags set."""
     flags = flags_of(type(args)).items()
     return {known.option: known.made(getattr(args, name)) for name, known in flags if known.option}
+
+
+@contextmanager
+def launch_taken(args: Any) -> Iterator[None]:
+    """Inside, `TrainingArguments.__post_init__` starts neither DeepSpeed nor FSDP: their settings are mapped onto arguments.
+
+    Flags of ours that `args` do not have are set: to those of `hf-hotspa run`, else to their defaults. Raises
+    `HotspaError` if a setting cannot be honoured."""
+    values, defaults = vars(args), {f.name: f.default for f in fields(HotSPaTrainingArguments)}
+    ours = {name: default for name, default in defaults.items() if name.startswith("hotspa_")}
+    for name, value in given_flags().items():
+        if values.get(name, ours[name]) == ours[name]:
+            setattr(args, name, value)
+    for name, default in ours.items():
+        values.setdefault(name, default)
+    given, mapping = values["deepspeed"], None
+    if given:
+        mapping = map_config(read_config(given), values, defaults | {f.name: f.default for f in fields(args)})
+        for name, value in mapping.arguments.items():
+            setattr(args, name, value)
+    args._deepspeed, args.deepspeed = mapping, None
+    take_fsdp(args)
+    yield
+    args.deepspeed = given
 
 
 # -- which strategies run which lengths -------------------------------------------------------------------------------
@@ -503,7 +521,7 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
     if not isinstance(args, TrainingArguments):
         fix = "pass HotSPaTrainingArguments(..., hotspa_strategies=...)"
         raise HotspaConfigError(f"args is a {type(args).__name__}", fix=fix)
-    if vars(args).get("deepspeed"):
+    if vars(args).get("deepspeed") and vars(args).get("_deepspeed") is None:
         raise UnsupportedError(
             "TrainingArguments(deepspeed=...) has started DeepSpeed already",
             why="here its config is mapped onto arguments, field by field",
@@ -517,7 +535,7 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
             own.__dict__.setdefault(ours.name, ours.default)
     given_arguments.refuse_launcher_settings()
     own.complete()
-    if own.process_index == 0:
+    if own.process_index == 0 and not is_active():
         text = "%s: every hotspa_* flag is at its default (hotspa_strategies=%s); HotSPaTrainingArguments set them"
         logger.warning(text, kind.__name__, own.hotspa_strategies)
     return own

@@ -80,6 +80,10 @@ class SwitchedMixin(_Base):
         run.add_callbacks()
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object has no effect
 
+    @classmethod
+    def hotspa_check_class(cls) -> None:
+        """Raises `UnsupportedError` if no model of the class behind can be trained."""
+
     # -- the model ----------------------------------------------------------------------------------------------------
 
     @property
