@@ -82,7 +82,12 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
         process.send_signal(number)
 
     # Ctrl-C reaches the whole process group of a terminal: the command handles it, and we wait for its end
-    handlers = {signal.SIGTERM: passed_on, signal.SIGUSR1: passed_on, signal.SIGUSR2: passed_on, signal.SIGINT: lambda *_: None}
+    handlers = {
+        signal.SIGTERM: passed_on,
+        signal.SIGUSR1: passed_on,
+        signal.SIGUSR2: passed_on,
+        signal.SIGINT: lambda *_: None,
+    }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         code = process.wait()
@@ -107,7 +112,9 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
     kind: Any = make_dataclass("Flags", [(field.name, field.type, field) for field in own])
     parser = HfArgumentParser(kind, prog="hf-hotspa run", add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
-        parsed, rest = parser.parse_args_into_dataclasses(args=[_full(word) for word in words], return_remaining_strings=True)
+        parsed, rest = parser.parse_args_into_dataclasses(
+            args=[_full(word) for word in words], return_remaining_strings=True
+        )
     except (argparse.ArgumentError, ValueError) as failure:
         raise HotspaConfigError(f"a flag cannot be read: {failure}", fix="hf-hotspa run --help") from failure
     if rest:
@@ -123,9 +130,10 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _full(word: str) -> str:
-    """`--model-path=X` as `--hotspa_model_path=X`."""
+    """`--model-path=X` as `--hotspa_model_path=X`, and `--no-report` as `--no_hotspa_report`."""
     if not word.startswith("--"):
         return word
     name, equals, value = word[2:].partition("=")
-    name = name.replace("-", "_")
-    return f"--{name if name.startswith('hotspa_') else f'hotspa_{name}'}{equals}{value}"
+    name = name.replace("-", "_").removeprefix("hotspa_")
+    full = f"no_hotspa_{name[3:]}" if name.startswith("no_") else f"hotspa_{name}"
+    return f"--{full}{equals}{value}"

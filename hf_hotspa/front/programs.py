@@ -1,6 +1,131 @@
-"""Front ends and kernels that act before a Trainer exists."""
+"""Front ends, and kernels that patch classes of models: their settings that would lay out or patch the model at loading.
+
+Written against axolotl 0.19 and ms-swift 4.6. Each setting is replaced where the program reads it, with one line.
+"""
 
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
+from typing import Any
 
-HOOKS: dict[str, Callable[[ModuleType], None]] = {}
+from hf_hotspa.front import launch
+from hf_hotspa.front.flags import say
+
+# -- axolotl ----------------------------------------------------------------------------------------------------------
+
+_PATCHES = ("liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin", "kernels.KernelsPlugin")
+_PATCH_KEYS = ("liger_", "cut_cross_entropy", "chunked_cross_entropy", "use_kernels", "use_scattermoe", "use_sonicmoe")
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+_DEGREES = (
+    "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "dp_shard_size", "dp_replicate_size",
+    "expert_parallel_size",
+)  # fmt: skip
+
+
+def _axolotl(module: ModuleType) -> None:
+    """`prepare_plugins` is the first to see the complete config, and is called before it is validated."""
+    prepare = module.prepare_plugins
+
+    @wraps(prepare)
+    def prepare_plugins(cfg: Any) -> None:
+        adapt_axolotl(cfg)
+        prepare(cfg)
+
+    module.prepare_plugins = prepare_plugins  # type: ignore[attr-defined]
+
+
+def adapt_axolotl(cfg: Any) -> None:
+    """Changes a config of axolotl (a dictionary) in place."""
+    if dropped := [name for name in cfg.get("plugins") or () if name.endswith(_PATCHES)]:
+        cfg["plugins"] = [name for name in cfg["plugins"] if name not in dropped]
+        say(f"left out, as no logits of a whole row exist and layers keep their own code: {', '.join(dropped)}")
+    for name in [name for name in cfg if name.startswith(_PATCH_KEYS)]:
+        cfg.pop(name)
+    if cfg.get("adapter"):
+        if asked := [name for name in _LORA_KERNELS if cfg.get(name)]:
+            say(f"left out, as adapters keep PEFT's code: {', '.join(asked)}")
+        cfg.update(dict.fromkeys(_LORA_KERNELS[:3], False))
+    checkpointing = cfg.get("gradient_checkpointing")
+    if cfg.pop("activation_offloading", None) or (
+        isinstance(checkpointing, str) and checkpointing.startswith("offload")
+    ):
+        say("activation_offloading: layers are recomputed instead (+rc)")
+        cfg["gradient_checkpointing"] = True
+    for name in _DEGREES:
+        if (degree := cfg.pop(name, None)) not in (None, 1):
+            say(f"{name}: {degree} is left out: the strategies give the degrees")
+    _take_sharding(cfg)
+    if cfg.pop("torch_compile", None):
+        say("torch_compile is ignored: layers move between layouts")
+    cfg.pop("torch_compile_backend", None)
+
+
+def _take_sharding(cfg: Any) -> None:
+    """Takes the sections of FSDP and DeepSpeed, before they set variables that make ranks load empty weights."""
+    fsdp, config, version = cfg.pop("fsdp", None), cfg.pop("fsdp_config", None), cfg.pop("fsdp_version", None)
+    if fsdp or config:
+        if (config := dict(config or {})).pop("activation_checkpointing", None):
+            cfg["gradient_checkpointing"] = True
+        say("the section of FSDP: sharded by +z of the strategies")
+        launch.ask("fsdp", True if fsdp in (None, True) or version == 2 else list(fsdp))
+        launch.ask("fsdp_config", config)
+    if deepspeed := cfg.pop("deepspeed", None):
+        say(f"deepspeed: {deepspeed if isinstance(deepspeed, str) else 'its section'} is mapped onto arguments")
+        launch.ask("deepspeed", deepspeed if isinstance(deepspeed, str) else dict(deepspeed))
+
+
+# -- ms-swift ---------------------------------------------------------------------------------------------------------
+
+
+def _swift(module: ModuleType) -> None:
+    """`SftArguments` derives from `TrainingArguments`, and makes other ones from its fields."""
+    kind: Any = module.SftArguments
+    post_init = kind.__post_init__
+
+    @wraps(post_init)
+    def __post_init__(self: Any) -> None:
+        launch.replace(vars(self))
+        if (degree := getattr(self, "sequence_parallel_size", 1)) > 1:
+            self.sequence_parallel_size = 1
+            say(f"sequence_parallel_size={degree} is left out: the strategies give the degrees (cp)")
+        post_init(self)
+        launch.take()
+
+    kind.__post_init__ = __post_init__
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _no_patches(*beginnings: str) -> Callable[[ModuleType], None]:
+    """A hook that makes functions which patch models or their classes do nothing."""
+
+    def hook(module: ModuleType) -> None:
+        def nothing(name: str) -> Callable[..., Any]:
+            def unpatched(model: Any = None, *_: Any, **__: Any) -> Any:
+                say(
+                    f"{module.__name__.partition('.')[0]}.{name} does nothing: no logits of a whole row exist, and layers keep their code"
+                )
+                return model
+
+            return unpatched
+
+        names = [name for name in vars(module) if name.startswith(beginnings) and callable(getattr(module, name))]
+        made = {getattr(module, name): nothing(name) for name in names}
+        for name in names:
+            setattr(module, name, made[getattr(module, name)])
+        for table in [value for value in vars(module).values() if isinstance(value, dict)]:
+            for key, value in table.items():
+                if callable(value) and value in made:
+                    table[key] = made[value]
+
+    return hook
+
+
+HOOKS: dict[str, Callable[[ModuleType], None]] = {
+    "axolotl.cli.config": _axolotl,
+    "swift.arguments.sft_args": _swift,
+    "liger_kernel.transformers.monkey_patch": _no_patches("apply_liger_kernel", "_apply_liger_kernel"),
+    "cut_cross_entropy.transformers.patch": _no_patches("cce_patch"),
+}
+"""Module -> what is changed after it has run."""

@@ -1,0 +1,84 @@
+"""`hf-hotspa run`: unchanged programs print the same losses, norms and weights under every launcher."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.layers import ROOT
+
+pytestmark = pytest.mark.gloo
+
+HERE = [sys.executable, "-m", "tests.front_program"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.front_program"]
+ACCELERATE = [
+    sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision",
+    "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "tests.front_program",
+]  # fmt: skip
+DOOR = [sys.executable, "-m", "hf_hotspa.cli", "run", "--strategies", "dp2:16,tp2:512", "--no-report", "--"]
+
+
+def start(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    env = {**os.environ, "FRONT_FOLDER": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+
+
+def results(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    lines = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return {line["name"]: line for line in lines}
+
+
+ALL = ["plain", "subclass", "by_class", "sft", "dpo"]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results(start([*HERE, *ALL, "regression"], tmp_path_factory.mktemp("stock") / "out"))
+
+
+def check(own: dict[str, Any], stock: dict[str, Any], names: list[str]) -> None:
+    assert list(own) == names
+    for name in names:
+        ours, theirs = own[name], stock[name]
+        assert len(ours["logs"]) == len(theirs["logs"]) == 3
+        for one, other in zip(ours["logs"], theirs["logs"], strict=True):
+            assert one.keys() == other.keys()
+            for key, value in other.items():  # transformers and TRL cast logits to fp32
+                assert one[key] == pytest.approx(value, rel=1e-6, abs=1e-6), (name, key)
+        assert ours["weights"] == pytest.approx(theirs["weights"], rel=1e-8)
+        assert (ours["kind"], ours["saved"]) == (theirs["kind"], theirs["saved"])
+        assert "SwitchedMixin" in ours["order"]
+
+
+def test_an_unchanged_program_under_torchrun(stock: dict[str, Any], tmp_path: Path) -> None:
+    done = start([*DOOR, *TORCHRUN, *ALL], tmp_path / "out")
+    own = results(done)
+    check(own, stock, ALL)
+    order = own["subclass"]["order"]
+    assert order.index("Watching") < order.index("SwitchedMixin") < order.index("Trainer")
+    assert {"log", "save_model", "_save"} <= set(own["subclass"]["seen"])
+    assert own["subclass"]["seen"].count("save_model") == stock["subclass"]["seen"].count("save_model")
+    assert done.stderr.count("__main__.Mine trains over a switched model") == 1
+    assert "dp2:16" in done.stdout
+
+
+def test_other_launchers_and_settings_of_theirs(stock: dict[str, Any], tmp_path: Path) -> None:
+    """FSDP and torch.compile of accelerate's environment are taken over, and what cannot be trained is left alone."""
+    asked = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    settings = [f"{name}={value}" for name, value in asked.items()]
+    done = start([*DOOR, *ACCELERATE, "plain", "regression"], tmp_path / "out")
+    own = results(done)
+    check({"plain": own["plain"]}, stock, ["plain"])
+    assert "SwitchedMixin" in own["regression"]["order"]  # made before its model is known
+    one = start([*DOOR[:4], "--strategies", "dp1:16,dp1+rc:512", "--no-report", "--", "env", *settings, *HERE, "plain"], tmp_path / "one")
+    check(results(one), stock, ["plain"])
+    assert "dp1+z3" in one.stdout
+    for what in ("FSDP", "torch.compile", "fp16"):
+        assert one.stderr.count(f"the environment asks for {what}") == 1
