@@ -82,7 +82,9 @@ class Mine(Watching, Trainer):
         super().__init__(model=model, args=args, **kwargs)
         self.factor = factor
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = torch.nn.functional.cross_entropy(
@@ -160,7 +162,9 @@ def main(names: list[str]) -> None:
         seen.clear()
         trainer = TRAININGS[name]()
         trainer.train()
-        logs = [{k: e[k] for k in ("loss", "grad_norm", "rewards/margins") if k in e} for e in trainer.state.log_history]
+        logs = [
+            {k: e[k] for k in ("loss", "grad_norm", "rewards/margins") if k in e} for e in trainer.state.log_history
+        ]
         weights = sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
         assert pickle.loads(pickle.dumps(trainer.args)).max_steps == trainer.args.max_steps
         if trainer.is_world_process_zero():

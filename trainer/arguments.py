@@ -215,6 +215,7 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         number=Number(0, whole=True, fix="use 0 for no trace, or some; 3 is the default"), as_stock=True,
     )  # fmt: skip
 
+    model_recomputes = False  # whether `gradient_checkpointing_enable` was called on the model
     fsdp_stage = 0  # the ZeRO stage that `fsdp` is mapped to
     scoring = Scoring()  # what a step of its trainer runs beside its training pass
 
@@ -360,13 +361,13 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
 
     @property
     def hotspa_recompute_every(self) -> int:
-        """`activation_checkpointing`: every n-th layer of a stage is recomputed; 0 for none.
+        """`activation_checkpointing`: every n-th layer of a stage is recomputed; 0 for none. All, where the model was told so.
 
         Raises:
             UnsupportedError: an option of `activation_checkpointing_kwargs` cannot be honoured.
         """
         if not getattr(self, name := given_arguments.recompute_argument(self)):
-            return 0
+            return int(self.model_recomputes)
         given = getattr(self, f"{name}_kwargs") or {}
         # the same numbers either way
         options = {key: value for key, value in given.items() if key != "use_reentrant" or not isinstance(value, bool)}

@@ -56,7 +56,10 @@ class ModelSource:
             if model is not None:
                 refuse_other_models(model)
             return model
-        if path is not None and is_wrapped(model) and not has_weights(model):  # a model of `open_qlora`
+        if (
+            path is not None and isinstance(model, nn.Module) and not has_weights(model)
+        ):  # of `open_qlora`, or `hf-hotspa run`
+            refuse_other_models(model)
             self.folder = Path(path).expanduser()
             return model
 

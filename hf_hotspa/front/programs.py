@@ -54,6 +54,7 @@ def adapt_axolotl(cfg: Any) -> None:
     for name in _DEGREES:
         if (degree := cfg.pop(name, None)) not in (None, 1):
             say(f"{name}: {degree} is left out: the strategies give the degrees")
+    cfg["experimental_skip_move_to_device"] = True  # it stays in host memory
     _take_sharding(cfg)
     if cfg.pop("torch_compile", None):
         say("torch_compile is ignored: layers move between layouts")

@@ -14,7 +14,16 @@ from tests.contract.layers import ROOT
 pytestmark = pytest.mark.gloo
 
 HERE = [sys.executable, "-m", "tests.front_program"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.front_program"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node",
+    "2",
+    "-m",
+    "tests.front_program",
+]
 ACCELERATE = [
     sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision",
     "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "tests.front_program",
@@ -31,7 +40,9 @@ def start(command: list[str], folder: Path, **more: str) -> subprocess.Completed
 
 def results(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    lines = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    lines = [
+        json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")
+    ]
     return {line["name"]: line for line in lines}
 
 
@@ -71,13 +82,20 @@ def test_an_unchanged_program_under_torchrun(stock: dict[str, Any], tmp_path: Pa
 
 def test_other_launchers_and_settings_of_theirs(stock: dict[str, Any], tmp_path: Path) -> None:
     """FSDP and torch.compile of accelerate's environment are taken over, and what cannot be trained is left alone."""
-    asked = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    asked = {
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_MIXED_PRECISION": "fp16",
+    }
     settings = [f"{name}={value}" for name, value in asked.items()]
     done = start([*DOOR, *ACCELERATE, "plain", "regression"], tmp_path / "out")
     own = results(done)
     check({"plain": own["plain"]}, stock, ["plain"])
     assert "SwitchedMixin" in own["regression"]["order"]  # made before its model is known
-    one = start([*DOOR[:4], "--strategies", "dp1:16,dp1+rc:512", "--no-report", "--", "env", *settings, *HERE, "plain"], tmp_path / "one")
+    one = start(
+        [*DOOR[:4], "--strategies", "dp1:16,dp1+rc:512", "--no-report", "--", "env", *settings, *HERE, "plain"],
+        tmp_path / "one",
+    )
     check(results(one), stock, ["plain"])
     assert "dp1+z3" in one.stdout
     for what in ("FSDP", "torch.compile", "fp16"):
