@@ -27,6 +27,7 @@ PYTEST_ARGS ?=
 # Worlds of processes that are tested at a time. Ranks wait for each other a good deal: three fill two cores.
 TEST_WORLDS ?= 3
 OLDEST_ARGS ?=
+FRONT_END_ARGS ?=
 NODE_TRIALS ?= 21
 BENCH_SCRIPTS ?= benchmarks/step.py benchmarks/switch.py benchmarks/slow_link.py benchmarks/planner.py
 BENCH_ARGS ?=
@@ -99,6 +100,11 @@ coverage: $(INSTALLED)  ## Which lines the one-process tests run: a table, and o
 .PHONY: test-oldest
 test-oldest: $(INSTALLED)  ## What must hold on every release, with the oldest torch, transformers, ... that setup.cfg allows
 	$(PY) -m tests.oldest $(OLDEST_ARGS)
+
+# Environments of their own, in .cache/front_ends: gigabytes.
+.PHONY: test-front-ends
+test-front-ends: $(INSTALLED)  ## axolotl and ms-swift as published, with and without `hf-hotspa run` (half an hour)
+	$(PY) -m tests.front_ends $(FRONT_END_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED)  ## The tests that need an NVIDIA GPU; one is enough. HOTSPA_NCCL_LIBRARY=FILE runs them with that NCCL

@@ -329,11 +329,30 @@ def example(runs: Runs, label: str, given: dict[str, Any]) -> str | None:
 def of_axolotl(runs: Runs, archive: Path) -> dict[str, dict[str, Any]]:
     """Example configs of the source distribution, with model, data and steps replaced."""
     usual, found = runs.config({}, 2, runs.folder / "example"), {}
-    replaced = (
-        "base_model tokenizer_config datasets dataset_prepared_path output_dir max_steps num_epochs val_set_size bf16 fp16 tf32 "
-        "attn_implementation torch_dtype use_cpu logging_steps dataset_num_proc dataloader_num_workers seed micro_batch_size "
-        "gradient_accumulation_steps chat_template dataloader_pin_memory".split()
-    )
+    replaced = [
+        "base_model",
+        "tokenizer_config",
+        "datasets",
+        "dataset_prepared_path",
+        "output_dir",
+        "max_steps",
+        "num_epochs",
+        "val_set_size",
+        "bf16",
+        "fp16",
+        "tf32",
+        "attn_implementation",
+        "torch_dtype",
+        "use_cpu",
+        "logging_steps",
+        "dataset_num_proc",
+        "dataloader_num_workers",
+        "seed",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "chat_template",
+        "dataloader_pin_memory",
+    ]
     with tarfile.open(archive) as tar:
         for name in AXOLOTL_EXAMPLES:
             member = tar.extractfile(f"axolotl-{VERSIONS['axolotl']}/examples/{name}")
