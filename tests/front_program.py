@@ -16,7 +16,15 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 ROWS = 24
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -60,7 +68,8 @@ def settings(kind: Any = TrainingArguments, **more: Any) -> Any:
         "report_to": [], "save_strategy": "no", "use_cpu": True, "learning_rate": 1e-3, "disable_tqdm": True,
         "lr_scheduler_type": "constant", "bf16": False, "gradient_checkpointing": False,
     }  # fmt: skip
-    return kind(output_dir=folder(), **usual | more)
+    asked = json.loads(os.environ.get("FRONT_ARGUMENTS", "{}"))
+    return kind(output_dir=folder(), **usual | more | asked)
 
 
 def folder() -> str:
@@ -113,6 +122,16 @@ def plain() -> Any:
     return Trainer(model(), settings(), train_dataset=Dataset.from_list(rows()), data_collator=collate)
 
 
+def from_folder() -> Any:
+    """The model is loaded from a folder, and told to recompute, as front ends do it."""
+    place = os.environ.get("FRONT_MODEL", os.environ["FRONT_FOLDER"] + "-model")
+    if not os.path.exists(place):
+        model().save_pretrained(place)
+    loaded = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64)
+    loaded.gradient_checkpointing_enable()
+    return Trainer(loaded, settings(), train_dataset=Dataset.from_list(rows()), data_collator=collate)
+
+
 def subclass() -> Any:
     args = settings(save_strategy="steps", save_steps=2)
     return Mine(1.0, model(), args, train_dataset=Dataset.from_list(rows()), data_collator=collate)
@@ -154,7 +173,7 @@ def regression() -> Any:
     return Trainer(Line(), settings(remove_unused_columns=False, learning_rate=0.1), train_dataset=data)
 
 
-TRAININGS = {f.__name__: f for f in (plain, subclass, by_class, sft, dpo, regression)}
+TRAININGS = {f.__name__: f for f in (plain, from_folder, subclass, by_class, sft, dpo, regression)}
 
 
 def main(names: list[str]) -> None:
@@ -165,7 +184,8 @@ def main(names: list[str]) -> None:
         logs = [
             {k: e[k] for k in ("loss", "grad_norm", "rewards/margins") if k in e} for e in trainer.state.log_history
         ]
-        weights = sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
+        on_meta = next(trainer.model.parameters()).is_meta  # with --model-path
+        weights = 0.0 if on_meta else sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
         assert pickle.loads(pickle.dumps(trainer.args)).max_steps == trainer.args.max_steps
         if trainer.is_world_process_zero():
             kind = type(trainer)

@@ -92,11 +92,27 @@ def test_other_launchers_and_settings_of_theirs(stock: dict[str, Any], tmp_path:
     own = results(done)
     check({"plain": own["plain"]}, stock, ["plain"])
     assert "SwitchedMixin" in own["regression"]["order"]  # made before its model is known
-    one = start(
-        [*DOOR[:4], "--strategies", "dp1:16,dp1+rc:512", "--no-report", "--", "env", *settings, *HERE, "plain"],
-        tmp_path / "one",
-    )
+    door = [*DOOR[:4], "--strategies", "dp1:16,dp1+rc:512", "--no-report", "--", "env"]
+    one = start([*door, *settings, *HERE, "plain"], tmp_path / "one")
     check(results(one), stock, ["plain"])
     assert "dp1+z3" in one.stdout
     for what in ("FSDP", "torch.compile", "fp16"):
         assert one.stderr.count(f"the environment asks for {what}") == 1
+
+
+def test_deepspeed_and_a_model_whose_weights_are_read_by_shares(stock: dict[str, Any], tmp_path: Path) -> None:
+    config = {
+        "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    }  # fmt: skip
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    door = [*DOOR[:4], "--strategies", "dp1:512", "--no-report"]
+    asked = json.dumps({"deepspeed": str(tmp_path / "ds.json")})
+    one = start([*door, "--", *HERE, "plain", "from_folder"], tmp_path / "one", FRONT_ARGUMENTS=asked)
+    own = results(one)
+    check({"plain": own["plain"]}, stock, ["plain"])
+    assert "dp1+z3" in one.stdout
+    assert "dp1+rc+z3" in one.stdout  # `gradient_checkpointing_enable` of the model
+    model = f"{tmp_path / 'one'}-model"
+    two = start([*door, "--model-path", model, "--", *HERE, "from_folder"], tmp_path / "two", FRONT_MODEL=model)
+    assert f"{model}: each process reads its share of the weights" in two.stderr
+    assert results(two)["from_folder"]["logs"] == own["from_folder"]["logs"]
