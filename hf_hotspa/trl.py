@@ -44,6 +44,7 @@ from hf_hotspa.trainer.resuming import Resumption
 from hf_hotspa.trainer.run import Run
 from hf_hotspa.trainer.trainer import SwitchedMixin, switched
 from hf_hotspa.typed import reading_state
+from hf_hotspa.versions import version_of
 
 if TYPE_CHECKING:
     from trl.trainer.dpo_config import DPOConfig
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")  # TRL's supported trainers
 PAIRED = ("DPO", "KTO")  # trainers that take a `ref_model`
+OF_OLDER = ("SFT", "DPO")  # those that were tried with TRL 1.9 to 1.15
 ONLINE = ("GRPO", "RLOO")  # trainers that generate their training data (`OverOnline`)
 _OF_BATCH = "generated."  # prefix of the names of a generation batch's tensors in a checkpoint
 UNSUPPORTED = {  # TRL's unsupported trainers: why, and what to do
@@ -214,6 +216,12 @@ class OverTRL(SwitchedMixin, _ByName):
                 kind, ("it was not tried", f"use one of {', '.join(TRAINERS)}, or TRL's own class")
             )
             raise UnsupportedError(f"TRL's {base.__name__} over a switched model", why=why, fix=fix)
+        if kind not in (OF_OLDER if is_older() else TRAINERS) or older_than(1, 9):
+            raise UnsupportedError(
+                f"{base.__name__} of TRL {version_of('trl')} over a switched model",
+                why=f"{', '.join(OF_OLDER)} were tried from TRL 1.9, the others from 1.16",
+                fix="pip install 'trl>=1.16,<1.17'",
+            )
 
     @property
     def ref_model(self) -> Any:
@@ -424,7 +432,10 @@ def _arguments(
         return made
     config = getattr(sys.modules[base.__module__], f"{kind}Config")
     if isinstance(args, config) or not isinstance(args, TrainingArguments):
-        return completed(args)
+        completed_ = completed(args)
+        if is_older() and vars(completed_).get("loss_type") == "chunked_nll":  # it replaces the model's forward
+            vars(completed_)["loss_type"] = "nll"  # the same number
+        return completed_
     if kind != "SFT":
         raise HotspaConfigError(
             f"args is a {type(args).__name__}",
@@ -434,6 +445,16 @@ def _arguments(
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init and f.name in known}
     converted: HotSPaTrainingArguments = config_of("SFTConfig")(**given)
     return converted
+
+
+def older_than(*release: int) -> bool:
+    """Whether the installed TRL is older than a release."""
+    return tuple(int(part) for part in (version_of("trl") or "0").split(".")[:2] if part.isdigit()) < release
+
+
+def is_older() -> bool:
+    """Whether TRL's losses read logits, and call no fused head."""
+    return older_than(1, 16)
 
 
 _OF_ROWS = "TRL prepares and batches the rows"

@@ -21,6 +21,7 @@ TRIED = {
     "accelerate": ">=1.10,<2",
     "datasets": ">=4,<6",
     "peft": ">=0.19,<0.22",
+    "trl": ">=1.9,<1.17",
 }
 """Releases that runs were tested with, from oldest to newest. With others a run warns once. The overridden parts of
 the stock Trainer change even within a major version."""
