@@ -1,7 +1,7 @@
 """What the product exchanges of objects that are somebody else's: a class, a method, a hook of the process; and why.
 
 Each exchange goes through a function of this module, with its row of `REASONS`. The modules of replicas are
-ours. `torch` and `transformers` themselves are never changed.
+ours. `torch` and `transformers` themselves are never changed, but in the processes of `hf-hotspa run`.
 """
 
 import sys
@@ -22,7 +22,7 @@ REASONS = {
     "steps": "a step of any optimizer of the process must have the gradients of the switched model (torch's own hook)",
 }
 """Name -> reason. `signals` is `trainer/preemption.py`, `steps` torch's `register_optimizer_step_pre_hook`, which are
-public ways to do it; all others have a function here."""
+public ways to do it; all others have a function here. What `hf-hotspa run` changes in a program is in `hf_hotspa/front`."""
 
 
 def set_class(thing: Any, kind: type, reason: str) -> None:

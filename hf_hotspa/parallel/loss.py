@@ -140,6 +140,8 @@ def of_nothing(logits: Tensor, tokens: slice) -> Tensor:
 
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+WITH_ARG_MAX = len(FIELDS) + 1
+"""The number of fields of which the last is the token with the largest z, also without a label. Exact below 2**24."""
 
 
 class _Scores(torch.autograd.Function):
@@ -148,7 +150,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, logits: Tensor, labels: Tensor, first_row: int, group: dist.ProcessGroup | None, vocab_size: int,
-        temperature: float,
+        temperature: float, with_arg_max: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         tokens, width = z.shape
@@ -160,8 +162,8 @@ class _Scores(torch.autograd.Function):
                     dist.all_reduce(x, operation, group=group)
             return x
 
-        peak = z.amax(-1).clamp_(min=lowest) if width else z.new_full((tokens,), lowest)
-        peak = over_shards(peak, dist.ReduceOp.MAX)
+        own_peak = z.amax(-1).clamp_(min=lowest) if width else z.new_full((tokens,), lowest)
+        peak = over_shards(own_peak.clone(), dist.ReduceOp.MAX)
         log_total = over_shards((z - peak[:, None]).exp().sum(-1)).log()
         log_p = (z - (peak + log_total)[:, None]).clamp_(
             min=lowest
@@ -178,6 +180,10 @@ class _Scores(torch.autograd.Function):
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         values = torch.stack([sums[0] - peak - log_total, entropy, sums[2].log(), sums[3], is_top.to(z.dtype)])
         values = torch.where(valid, values, 0.0)
+        if with_arg_max:  # the first shard's of several equal ones, as of one process
+            best = z.argmax(-1) + first_row if width else labels.new_zeros(tokens)
+            best = over_shards(torch.where(own_peak == peak, best, vocab_size), dist.ReduceOp.MIN)
+            values = torch.cat([values, best[None].to(z.dtype)])
         ctx.mark_non_differentiable(values[2:])
         return values[0], values[1], values[2:]
 
@@ -188,7 +194,7 @@ class _Scores(torch.autograd.Function):
         gradient = p * -(of_log_p[:, None] + of_entropy[:, None] * (log_p + entropy[:, None]))
         if p.shape[-1]:
             gradient.scatter_add_(-1, row[:, None], (of_log_p * mine)[:, None])
-        return (gradient / ctx.temperature).to(ctx.dtype), None, None, None, None, None
+        return (gradient / ctx.temperature).to(ctx.dtype), None, None, None, None, None, None
 
 
 def token_scores(
@@ -198,10 +204,11 @@ def token_scores(
     group: dist.ProcessGroup | None,  # the tensor-parallel group; None if the vocabulary is whole
     vocab_size: int,  # rows of the whole vocabulary
     temperature: float = 1.0,
+    with_arg_max: bool = False,  # one more field, see `WITH_ARG_MAX`
 ) -> tuple[Tensor, ...]:
     """All `FIELDS` of each token, [T] each, fp32 or wider, equal on all ranks of the group; its backward may run
     once."""
-    log_probs, entropy, others = _Scores.apply(logits, labels, first_row, group, vocab_size, temperature)
+    log_probs, entropy, others = _Scores.apply(logits, labels, first_row, group, vocab_size, temperature, with_arg_max)
     return log_probs, entropy, *others
 
 

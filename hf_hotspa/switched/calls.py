@@ -9,10 +9,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cache
 from itertools import chain
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 import torch
@@ -61,25 +61,32 @@ ANCHOR = torch.zeros((), requires_grad=True)  # first argument of each `Leaf`; m
 
 
 class LazyLogits(Tensor):
-    """Logits that are computed at first use, which is collective; most callers never use them."""
+    """Logits that are computed at first use, which is collective; most callers never use them. Their arg-max, of which
+    accuracies are made, needs no table of them."""
 
     whole: Callable[[], Tensor]  # returns them, as a plain tensor
+    best: Callable[[], Tensor]  # returns their arg-max over the vocabulary
 
     @staticmethod
-    def __new__(cls, fetch: Callable[[], Tensor]) -> "LazyLogits":
+    def __new__(cls, fetch: Callable[[], Tensor], best: Callable[[], Tensor]) -> "LazyLogits":
         lazy: LazyLogits = torch.Tensor._make_subclass(cls, torch.empty(0))
-        lazy.whole = cache(fetch)
+        lazy.whole, lazy.best = cache(fetch), cache(best)
         return lazy
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> object:
+        named = cast(dict[str, object], kwargs or {})
+        of_vocabulary = args[1:] in ((-1,), (2,)) or (not args[1:] and named.get("dim") in (-1, 2))
+        if func in (Tensor.argmax, torch.argmax) and of_vocabulary and not named.get("keepdim"):
+            return cast(LazyLogits, args[0]).best()
+
         def real(x: object) -> object:
             return x.whole() if isinstance(x, LazyLogits) else x
 
         with torch._C.DisableTorchFunctionSubclass():
-            given, named = tree_map(real, (args, kwargs or {}))
+            given, named = tree_map(real, (args, named))
         return func(*given, **named)
 
 
@@ -159,6 +166,19 @@ def unreadable(
         why="rows are read from input_ids, attention_mask, position_ids and labels, and packed again",
         fix="leave these arguments out" if wrong else "give input_ids",
     )
+
+
+def labels_of_columns(labels: Tensor | None, num_columns: int, kept: int | Tensor) -> Tensor | None:
+    """Labels [B, L], which may be given for the kept logits alone, as by ms-swift: the label behind each predicts it."""
+    if labels is None or labels.dim() != 2 or labels.shape[1] == num_columns:
+        return labels
+    columns = torch.arange(num_columns, device=labels.device)
+    places = columns[kept.to(labels.device)] if isinstance(kept, Tensor) else columns[-kept:] if kept else columns[:0]
+    if len(places) != labels.shape[1]:
+        return labels  # an error names the shapes
+    of_all = labels.new_full((len(labels), num_columns), IGNORED_LABEL)
+    of_all[:, places[:-1] + 1] = labels[:, 1:]
+    return of_all
 
 
 def too_many_logits(shape: tuple[int, int], steps: "Steps") -> UnsupportedError | None:
@@ -282,6 +302,10 @@ class Call:
         """[B, L - shift] of a field of the results."""
         out = self.lay_out([self.results.tokens[number][:, index] for number in self.mine], dtype)
         return out[:, : self.shape[1] - self.shift]
+
+    def sum_of_log_probs(self, number: int) -> float:
+        """Of a document, with a loss that was trained at once."""
+        return self.results.sums[number] if self.has.sums else float(self.results.tokens[number][:, 0].double().sum())
 
     def auxiliary(self, loss: AuxiliaryLoss) -> tuple[Tensor, Tensor]:
         """An auxiliary loss of this rank's batch, and its gradient by the sums."""
@@ -507,17 +531,29 @@ class Meeting:
         )
 
 
+class Look(IntEnum):
+    """What a caller reads of logits; a greater one includes the others."""
+
+    NONE = 0
+    ARG_MAX = 1
+    LOGITS = 2
+
+
 @dataclass
 class Looks:
-    """Whether callers read logits after a loss, by training mode and gradients: `before`, in the last step or call, and
+    """What callers read of logits after a loss, by training mode and gradients: `before`, in the last step or call, and
     `now`, in this one."""
 
-    before: dict[tuple[bool, bool], bool] = field(default_factory=dict)
-    now: dict[tuple[bool, bool], bool] = field(default_factory=dict)
+    before: dict[tuple[bool, bool], Look] = field(default_factory=dict)
+    now: dict[tuple[bool, bool], Look] = field(default_factory=dict)
 
     def turn(self, mode: tuple[bool, bool]) -> None:
         """Begins a step or call of this mode."""
-        self.before[mode] = self.now.pop(mode, False)
+        self.before[mode] = self.now.pop(mode, Look.NONE)
+
+    def note(self, mode: tuple[bool, bool], look: Look) -> None:
+        """Notes what is read."""
+        self.now[mode] = max(self.now.get(mode, Look.NONE), look)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -540,13 +576,14 @@ class Assumptions:
 
     def state_dict(self) -> dict[str, object]:
         """Returns what a resumed run needs to compute the same bits; JSON-ready."""
-        looks = [list(mode) for mode, looked in self.looks.before.items() if looked]
+        looks = [[*mode, int(look)] for mode, look in self.looks.before.items() if look]
         return {"looks": looks, "was_wrong": self._was_wrong}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`. Raises `HotspaConfigError`: it is damaged."""
         with reading_state("what gradients will be", "the first step may be trained twice"):
-            looks = {(bool(training), bool(trains)): True for training, trains in state.get("looks", ())}
+            given = [(*mode, Look.LOGITS)[:3] for mode in state.get("looks", ())]  # older checkpoints have no third
+            looks = {(bool(training), bool(trains)): Look(look) for training, trains, look in given}
             self._was_wrong = bool(state.get("was_wrong"))  # older checkpoints have none
         self.looks.before = looks
 

@@ -29,7 +29,7 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, UnsupportedError
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.parallel.loss import FIELDS
+from hf_hotspa.parallel.loss import FIELDS, WITH_ARG_MAX
 from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.read_row import RowRules
@@ -43,6 +43,7 @@ from hf_hotspa.switched.calls import (
     EveryToken,
     LazyLogits,
     Leaf,
+    Look,
     Looks,
     Meeting,
     OfLoss,
@@ -50,6 +51,7 @@ from hf_hotspa.switched.calls import (
     Step,
     Steps,
     Window,
+    labels_of_columns,
     too_many_logits,
     unreadable,
 )
@@ -86,7 +88,10 @@ class Runner:
         if request.wants_loss and self.is_of_own:
             self._run_own(call, request)
             return
-        needs_logits = request.wants_loss and (self.looks.before.get(mode, False) or request.function is not None)
+        look = self.looks.before.get(mode, Look.NONE) if request.wants_loss else Look.NONE
+        needs_logits = look is Look.LOGITS or (request.wants_loss and request.function is not None)
+        if look is Look.ARG_MAX:
+            request.fields = WITH_ARG_MAX
         if request.trains and call.has.fields < 0 and not request.aux and not needs_logits:
             self._train_at_once(call, request)
         is_loss = request.wants_loss and isinstance(call.assumed, OfLoss)
@@ -119,7 +124,7 @@ class Runner:
             self.meet("score with logits", too_many_logits(call.shape, self.steps))
         wanted = Wanted(max(request.fields, 1), logits=with_logits, auxiliary=request.aux)
         for one in together:
-            one.temperature = self.temperature if request.fields else 1.0
+            one.temperature = self.temperature if request.columns else 1.0
         results = self.score(together, request, wanted)
         for one in together:
             one.results, one.has = results, wanted
@@ -140,11 +145,11 @@ class Runner:
             return
         calls = [call] if isinstance(assumed, Tensor) else [call, *self.steps.now.waiting]
         for one in calls:
-            one.temperature = self.temperature if request.fields else 1.0
+            one.temperature = self.temperature if request.columns else 1.0
         upstream, results, active = self._assumptions.assume(calls, assumed), Results(), set[int]()
         for one in calls:
             active.update(one.everything)
-        wanted = Wanted(request.fields, sums=request.wants_loss)
+        wanted = Wanted(request.fields, sums=request.wants_loss and not request.fields)
         if isinstance(assumed, Tensor):
             idle, active = active, self._assumptions.active(upstream)
             if idle := idle - active:
@@ -172,7 +177,7 @@ class Outputs:
         """As transformers' forward returns."""
         request, call, loss, aux = self._request, self._call, None, None
         denominator = call.denominators[self._runner.steps.engine.rank]
-        logits: Tensor = LazyLogits(self.logits)
+        logits: Tensor = LazyLogits(self.logits, self.arg_max)
         if request.wants_loss:
             if request.function is not None:
                 logits, targets = self.logits(), {"labels": request.batch.get("labels")}
@@ -185,7 +190,7 @@ class Outputs:
             else:
                 value = torch.tensor(call.own, dtype=torch.float64)
                 if not self._runner.is_of_own:
-                    total = -sum(map(call.results.sums.__getitem__, call.mine))
+                    total = -sum(map(call.sum_of_log_probs, call.mine))
                     value = torch.tensor(total, dtype=torch.float64) / denominator
                 loss = value.to(call.device, self._passes.wide)
                 if request.trains:
@@ -228,8 +233,38 @@ class Outputs:
 
     def logits(self) -> Tensor:
         """[B, L, V], or the requested columns, of the step's weights. Collective."""
-        call, request, runner, kept = self._call, self._request, self._runner, self._request.kept
-        error, steps = too_many_logits(call.shape, runner.steps), runner.steps
+        call, request, runner = self._call, self._request, self._runner
+        self._look(Look.LOGITS, too_many_logits(call.shape, runner.steps))
+        results = call.results
+        if not call.has.logits:
+            runner.adapters.set_replicas(request.adapters)
+            results = runner.score([call], request, Wanted(logits=True))
+        call.has = call.has._replace(logits=False)  # now the caller's
+        parts = [results.logits.pop(number) for number in call.mine]
+        laid = call.lay_out(parts, runner.steps.engine.description.compute_dtype, (self._passes.num_logits,))
+        return self._kept(self._leaf(call.add_logits, laid))
+
+    def arg_max(self) -> Tensor:
+        """int64 [B, L], or the requested columns: the token with the largest logit. Collective."""
+        call, request, runner = self._call, self._request, self._runner
+        self._look(Look.ARG_MAX, None)
+        results = call.results
+        if call.has.fields < WITH_ARG_MAX:
+            runner.adapters.set_replicas(request.adapters)
+            results = runner.score([call], request, Wanted(WITH_ARG_MAX))
+        parts = [results.tokens[number][:, WITH_ARG_MAX - 1] for number in call.mine]
+        return self._kept(call.lay_out(parts, torch.int64))
+
+    def _kept(self, columns: Tensor) -> Tensor:
+        """The requested columns of [B, L, ...]."""
+        kept = self._request.kept
+        if isinstance(kept, Tensor):
+            return columns[:, kept]
+        return columns[:, -kept:] if kept else columns
+
+    def _look(self, look: Look, error: HotspaError | None) -> None:
+        """All ranks read something of this call's logits, which are of the step's weights."""
+        call, request, runner, steps = self._call, self._request, self._runner, self._runner.steps
         is_old = runner.store is None and call.version != steps.version
         if is_old or (request.trains and call not in steps.now.calls):
             error = UnsupportedError(
@@ -238,19 +273,8 @@ class Outputs:
                 why="their weights have been replaced",
                 fix="use the logits before flush and optimizer.step()",
             )
-        runner.meet("read logits", error)
-        runner.looks.now[request.training, request.trains] = True
-        results = call.results
-        if not call.has.logits:
-            runner.adapters.set_replicas(request.adapters)
-            results = runner.score([call], request, Wanted(logits=True))
-        call.has = call.has._replace(logits=False)  # now the caller's
-        parts = [results.logits.pop(number) for number in call.mine]
-        laid = call.lay_out(parts, steps.engine.description.compute_dtype, (self._passes.num_logits,))
-        logits = self._leaf(call.add_logits, laid)
-        if isinstance(kept, Tensor):
-            return logits[:, kept]
-        return logits[:, -kept:] if kept else logits
+        runner.meet("read logits" if look is Look.LOGITS else "read the largest logits", error)
+        runner.looks.note((request.training, request.trains), look)
 
 
 class CalledModel(DistributedDataParallel):
@@ -367,6 +391,8 @@ class CalledModel(DistributedDataParallel):
         batch: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         for name in ("labels", "shift_labels", "seq_idx", *passes.FLAT_COLUMNS, *self._columns):
             batch[name] = asked.get(name)
+        if input_ids is not None:
+            batch["labels"] = labels_of_columns(batch["labels"], input_ids.shape[-1], asked.get("logits_to_keep", 0))
         fused, items = asked.get("fused_lm_head", False), asked.get("num_items_in_batch")
         wants_loss = not fused and (batch["labels"] is not None or batch["shift_labels"] is not None)
         function = vars(self._bare).get("_loss_function") if wants_loss and not self._runner.is_of_own else None
@@ -762,7 +788,7 @@ class SwitchedModel(CalledModel):
         self._passes.let_go()
         for training in (True, False):
             looks = self.assumptions.looks
-            looks.before[training, True] = looks.now.pop((training, True), False)
+            looks.turn((training, True))
         if trains_more or scale is None:  # more was sent after the comparison
             counts = exchange.sent | self.cut
             of_all = engine.agreement.gather([*map(float, counts.values())])

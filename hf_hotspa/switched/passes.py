@@ -27,6 +27,7 @@ from hf_hotspa.packing.bucketing import MiniBatchPlan, Speeds, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, replica_ranks
 from hf_hotspa.parallel.head_loss import AuxiliaryLoss, LogitLoss, LossOfLogits, Objective
 from hf_hotspa.parallel.loss import (
+    WITH_ARG_MAX,
     TokenLoss,
     TokenSlice,
     of_nothing,
@@ -139,7 +140,9 @@ class TapedReplica(Attachment, Objective):
         labels, tensor, terms = pack.micro_batch.labels[0][tokens], loss.tensor, list[Tensor]()
         first, group = (sum(loss.widths[: tensor.shard]), tensor.group) if tensor is not None else (0, None)
         if tape.fields > 1 or (tape.upstream is not None and tape.upstream.shape[1] > 1):
-            scores = token_scores(logits, labels, first, group, loss.vocab_size, tape.temperature)
+            scores = token_scores(
+                logits, labels, first, group, loss.vocab_size, tape.temperature, tape.fields == WITH_ARG_MAX
+            )
         else:
             z = logits if tape.temperature == 1.0 else widened(logits) / tape.temperature
             scores = (vocab_parallel_log_probabilities(z, labels, first, group, vocab_size=loss.vocab_size),)

@@ -17,7 +17,7 @@ from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import exact_in_double
-from tests.switched import batch_of, reference, rows_of, step, switched, worst
+from tests.switched import batch_of, loss_of_model, reference, rows_of, step, switched, worst
 from tests.trl_runs import plain_head
 
 pytestmark = pytest.mark.gloo
@@ -170,3 +170,80 @@ def test_states_are_those_of_the_model():
 
 def _one():
     return parse_buckets("dp1:64@96")
+
+
+# ---- what front ends read and give
+
+
+def accuracies(rank, world_size, buckets):
+    """Steps of a caller that reads the arg-max of logits: errors of it and of gradients, passes that scored, and whether logits
+    travelled."""
+    plain, model = tiny_model(FAMILY, torch.float64), switched(tiny_model(FAMILY, torch.float64), buckets)
+    scored, predictions = [], []
+    score = model._passes.score
+    model._passes.score = lambda *args, **kwargs: (scored.append(args[3]), score(*args, **kwargs))[1]
+
+    def reading(called, batch):
+        outputs = called(**batch)
+        predictions.append(outputs.logits.argmax(dim=-1))
+        return outputs.loss
+
+    batches = [[batch_of(rows_of(r, plain, 3, seed=seed)) for r in range(world_size)] for seed in range(3)]
+    wrong, counts = [], []
+    for index, of_ranks in enumerate(batches):
+        training = index < 2
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            if training:
+                step(model, reading, of_ranks[rank])
+                expected = reference(plain, [(loss_of_model, batch) for batch in of_ranks])
+                wrong.append(worst(model.engine.full_gradients(), expected))
+            else:
+                with exact_in_double(torch.float64):
+                    wrong.append(
+                        float(abs(reading(model, of_ranks[rank]) - loss_of_model(plain.eval(), of_ranks[rank])))
+                    )
+        own = of_ranks[rank]
+        with torch.no_grad(), exact_in_double(torch.float64):
+            logits = plain(input_ids=own["input_ids"], attention_mask=own["attention_mask"], use_cache=False).logits
+        seen = own["attention_mask"].bool()
+        wrong.append(int((logits.argmax(-1) != predictions[-1])[seen].sum()))
+        counts.append(len(scored))
+    return wrong, counts, any(wanted.logits for wanted in scored)
+
+
+@pytest.mark.parametrize(("world_size", "buckets"), [(2, "dp2:14@64,tp2:64@96"), (4, "cp2tp2:14@64,pp2tp2:64@96")])
+def test_an_arg_max_of_logits_needs_no_table_of_them(world_size, buckets):
+    for wrong, counts, tables in run_ranks(world_size, accuracies, buckets):
+        assert max(wrong) < 1e-11
+        assert counts[0] == counts[1] == 1  # the first step does not know that it will be read
+        assert not tables
+
+
+def kept_alone(rank, world_size):
+    """Errors of the loss and of the shape of logits, for labels of the kept logits alone, as ms-swift gives them."""
+    plain, model = tiny_model(FAMILY, torch.float64), switched(tiny_model(FAMILY, torch.float64), BUCKETS)
+    batch = batch_of(rows_of(rank, plain, 1))
+    batch["labels"][:, :4] = -100
+    learned = batch["labels"][0] != -100
+    mask = torch.nn.functional.pad(learned[1:], (0, 1), value=True)
+    by_mask = batch | {
+        "labels": torch.nn.functional.pad(batch["labels"][:, learned], (1, 0), value=-100),
+        "logits_to_keep": mask,
+    }
+    count = int(batch["labels"].shape[1] - learned.int().argmax()) + 1
+    by_count = batch | {"labels": batch["labels"][:, -count:], "logits_to_keep": count}
+    errors, shapes = [], []
+    with torch.no_grad(), exact_in_double(torch.float64):
+        expected = loss_of_model(plain.eval(), batch)
+        for given in (by_mask, by_count):
+            outputs = model.eval()(**given)
+            errors.append(float(abs(outputs.loss - expected)))
+            shapes.append(outputs.logits.argmax(-1).shape[1] - given["labels"].shape[1])
+    return errors, shapes
+
+
+def test_labels_of_the_kept_logits_alone():
+    for errors, shapes in run_ranks(2, kept_alone):
+        assert max(errors) < 1e-12
+        assert shapes == [0, 0]
