@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(OVERVIEW, end="")
         return 0
     if words[:1] == [RUN]:
-        from hf_hotspa.commands import run
+        from hf_hotspa.commands import run_program as run
 
         if {"-h", "--help"} & set(words[: words.index("--") if "--" in words else None]):
             print(run.HELP, end="")

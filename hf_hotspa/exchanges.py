@@ -22,7 +22,7 @@ REASONS = {
     "steps": "a step of any optimizer of the process must have the gradients of the switched model (torch's own hook)",
 }
 """Name -> reason. `signals` is `trainer/preemption.py`, `steps` torch's `register_optimizer_step_pre_hook`, which are
-public ways to do it; all others have a function here. What `hf-hotspa run` changes in a program is in `hf_hotspa/front`."""
+public ways to do it; all others have a function here. What `hf-hotspa run` changes in a program is in `hf_hotspa/commands/front`."""
 
 
 def set_class(thing: Any, kind: type, reason: str) -> None:

@@ -22,7 +22,6 @@ from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.terms import Scoring
 from hf_hotspa.data.collator import EMPTY_POLICIES, ERROR, SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError, check_choice
-from hf_hotspa.front.flags import given_flags, is_active
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.vector import AUTO as AUTO_DTYPE
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
@@ -30,6 +29,7 @@ from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.parallel.agreement import typed_failures
 from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.plan.planner import PLANNERS
+from hf_hotspa.run_flags import given_flags, is_active
 from hf_hotspa.seam import Options, argument_classes
 from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.strategy import Bucket, Strategy, check_launch, parse_buckets
@@ -391,7 +391,7 @@ def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
 def launch_taken(args: Any) -> Iterator[None]:
     """Inside, `TrainingArguments.__post_init__` starts neither DeepSpeed nor FSDP: their settings are mapped onto arguments.
 
-    Flags of ours that `args` do not have are set: to those of `hf-hotspa run`, else to their defaults. Raises
+    Flags of ours that `args` do not have get the value that `hf-hotspa run` was given, else their default. Raises
     `HotspaError` if a setting cannot be honoured."""
     values, defaults = vars(args), {f.name: f.default for f in fields(HotSPaTrainingArguments)}
     ours = {name: default for name, default in defaults.items() if name.startswith("hotspa_")}

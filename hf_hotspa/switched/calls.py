@@ -531,7 +531,7 @@ class Meeting:
         )
 
 
-class Look(IntEnum):
+class Reading(IntEnum):
     """What a caller reads of logits; a greater one includes the others."""
 
     NONE = 0
@@ -544,16 +544,16 @@ class Looks:
     """What callers read of logits after a loss, by training mode and gradients: `before`, in the last step or call, and
     `now`, in this one."""
 
-    before: dict[tuple[bool, bool], Look] = field(default_factory=dict)
-    now: dict[tuple[bool, bool], Look] = field(default_factory=dict)
+    before: dict[tuple[bool, bool], Reading] = field(default_factory=dict)
+    now: dict[tuple[bool, bool], Reading] = field(default_factory=dict)
 
     def turn(self, mode: tuple[bool, bool]) -> None:
         """Begins a step or call of this mode."""
-        self.before[mode] = self.now.pop(mode, Look.NONE)
+        self.before[mode] = self.now.pop(mode, Reading.NONE)
 
-    def note(self, mode: tuple[bool, bool], look: Look) -> None:
+    def note(self, mode: tuple[bool, bool], reading: Reading) -> None:
         """Notes what is read."""
-        self.now[mode] = max(self.now.get(mode, Look.NONE), look)
+        self.now[mode] = max(self.now.get(mode, Reading.NONE), reading)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -576,14 +576,14 @@ class Assumptions:
 
     def state_dict(self) -> dict[str, object]:
         """Returns what a resumed run needs to compute the same bits; JSON-ready."""
-        looks = [[*mode, int(look)] for mode, look in self.looks.before.items() if look]
+        looks = [[*mode, int(reading)] for mode, reading in self.looks.before.items() if reading]
         return {"looks": looks, "was_wrong": self._was_wrong}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`. Raises `HotspaConfigError`: it is damaged."""
         with reading_state("what gradients will be", "the first step may be trained twice"):
-            given = [(*mode, Look.LOGITS)[:3] for mode in state.get("looks", ())]  # older checkpoints have no third
-            looks = {(bool(training), bool(trains)): Look(look) for training, trains, look in given}
+            given = [(*mode, Reading.LOGITS)[:3] for mode in state.get("looks", ())]  # older checkpoints have no third
+            looks = {(bool(training), bool(trains)): Reading(reading) for training, trains, reading in given}
             self._was_wrong = bool(state.get("was_wrong"))  # older checkpoints have none
         self.looks.before = looks
 

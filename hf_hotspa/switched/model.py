@@ -43,10 +43,10 @@ from hf_hotspa.switched.calls import (
     EveryToken,
     LazyLogits,
     Leaf,
-    Look,
     Looks,
     Meeting,
     OfLoss,
+    Reading,
     Request,
     Step,
     Steps,
@@ -88,9 +88,9 @@ class Runner:
         if request.wants_loss and self.is_of_own:
             self._run_own(call, request)
             return
-        look = self.looks.before.get(mode, Look.NONE) if request.wants_loss else Look.NONE
-        needs_logits = look is Look.LOGITS or (request.wants_loss and request.function is not None)
-        if look is Look.ARG_MAX:
+        reading = self.looks.before.get(mode, Reading.NONE) if request.wants_loss else Reading.NONE
+        needs_logits = reading is Reading.LOGITS or (request.wants_loss and request.function is not None)
+        if reading is Reading.ARG_MAX:
             request.fields = WITH_ARG_MAX
         if request.trains and call.has.fields < 0 and not request.aux and not needs_logits:
             self._train_at_once(call, request)
@@ -234,7 +234,7 @@ class Outputs:
     def logits(self) -> Tensor:
         """[B, L, V], or the requested columns, of the step's weights. Collective."""
         call, request, runner = self._call, self._request, self._runner
-        self._look(Look.LOGITS, too_many_logits(call.shape, runner.steps))
+        self._note_reading(Reading.LOGITS, too_many_logits(call.shape, runner.steps))
         results = call.results
         if not call.has.logits:
             runner.adapters.set_replicas(request.adapters)
@@ -247,7 +247,7 @@ class Outputs:
     def arg_max(self) -> Tensor:
         """int64 [B, L], or the requested columns: the token with the largest logit. Collective."""
         call, request, runner = self._call, self._request, self._runner
-        self._look(Look.ARG_MAX, None)
+        self._note_reading(Reading.ARG_MAX, None)
         results = call.results
         if call.has.fields < WITH_ARG_MAX:
             runner.adapters.set_replicas(request.adapters)
@@ -262,7 +262,7 @@ class Outputs:
             return columns[:, kept]
         return columns[:, -kept:] if kept else columns
 
-    def _look(self, look: Look, error: HotspaError | None) -> None:
+    def _note_reading(self, reading: Reading, error: HotspaError | None) -> None:
         """All ranks read something of this call's logits, which are of the step's weights."""
         call, request, runner, steps = self._call, self._request, self._runner, self._runner.steps
         is_old = runner.store is None and call.version != steps.version
@@ -273,8 +273,8 @@ class Outputs:
                 why="their weights have been replaced",
                 fix="use the logits before flush and optimizer.step()",
             )
-        runner.meet("read logits" if look is Look.LOGITS else "read the largest logits", error)
-        runner.looks.note((request.training, request.trains), look)
+        runner.meet("read logits" if reading is Reading.LOGITS else "read the largest logits", error)
+        runner.looks.note((request.training, request.trains), reading)
 
 
 class CalledModel(DistributedDataParallel):

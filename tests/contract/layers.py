@@ -27,8 +27,6 @@ LAYERS: dict[str, int] = {
     "callbacks": 6,
     "trainer": 7,
     "hf_hotspa/features": 8,
-    "hf_hotspa/front": 8,
-    "hf_hotspa/front/flags.py": 0,
     "hf_hotspa/commands": 8,
     "hf_hotspa/trl.py": 8,
     "hf_hotspa/cli.py": 8,

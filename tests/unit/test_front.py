@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hf_hotspa.commands import run
+from hf_hotspa.commands import run_program as run
+from hf_hotspa.commands.front import launch
+from hf_hotspa.commands.front.programs import HOOKS, adapt_axolotl
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.front import launch
-from hf_hotspa.front.flags import VARIABLE, given_flags
-from hf_hotspa.front.programs import HOOKS, adapt_axolotl
+from hf_hotspa.run_flags import VARIABLE, given_flags
 from tests.contract.layers import ROOT
 
 

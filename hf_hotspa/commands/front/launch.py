@@ -7,7 +7,7 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
-from hf_hotspa.front.flags import say
+from hf_hotspa.run_flags import say
 
 _asked: dict[str, Any] = {}  # argument of `TrainingArguments` -> what was asked for elsewhere
 

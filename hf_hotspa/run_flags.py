@@ -9,7 +9,7 @@ from typing import Any
 
 VARIABLE = "HOTSPA_RUN"
 """JSON: `flags` by name, and `trained`, a file that is made when a trainer is. Children of any launcher inherit it."""
-_said: set[str] = set()
+_printed: set[str] = set()
 
 
 @cache
@@ -30,8 +30,8 @@ def given_flags() -> dict[str, Any]:
 
 def say(line: str) -> None:
     """Prints a line once, on the main process."""
-    if line not in _said and os.environ.get("RANK", "0") == "0":
-        _said.add(line)
+    if line not in _printed and os.environ.get("RANK", "0") == "0":
+        _printed.add(line)
         print(f"hf-hotspa: {line}", file=sys.stderr, flush=True)
 
 

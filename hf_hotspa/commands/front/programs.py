@@ -8,8 +8,8 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from hf_hotspa.front import launch
-from hf_hotspa.front.flags import say
+from hf_hotspa.commands.front import launch
+from hf_hotspa.run_flags import say
 
 # -- axolotl ----------------------------------------------------------------------------------------------------------
 

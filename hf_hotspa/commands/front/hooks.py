@@ -3,7 +3,7 @@
 * `transformers.TrainingArguments`: what would start DeepSpeed or FSDP is taken over by `HotSPaTrainingArguments`.
 * `transformers.Trainer`: an object of any subclass is made as `switched(subclass)`.
 * `PreTrainedModel.from_pretrained`: the model object stays in host memory.
-* front ends and kernels: `hf_hotspa.front.programs`.
+* front ends and kernels: `hf_hotspa.commands.front.programs`.
 """
 
 import os
@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_hotspa.front import launch
-from hf_hotspa.front.flags import given_flags, note_trainer, say
+from hf_hotspa.commands.front import launch
+from hf_hotspa.run_flags import given_flags, note_trainer, say
 
 Hook = Callable[[ModuleType], None]
 
@@ -133,7 +133,7 @@ def _behind(made: type) -> type:
 
 
 def _hooks() -> dict[str, Hook]:
-    from hf_hotspa.front.programs import HOOKS
+    from hf_hotspa.commands.front.programs import HOOKS
 
     return {
         "transformers.modeling_utils": _models,

@@ -1,6 +1,6 @@
 """`hf-hotspa run [flags] -- COMMAND`: any command that trains with a `transformers.Trainer`, nothing of it changed.
 
-The flags travel to its processes, of whatever launcher, as an environment variable; `hf_hotspa.front.hooks` starts in each
+The flags travel to its processes, of whatever launcher, as an environment variable; `hf_hotspa.commands.front.hooks` starts in each
 Python process.
 """
 
@@ -19,22 +19,22 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, HotspaError
-from hf_hotspa.front.flags import VARIABLE
+from hf_hotspa.run_flags import VARIABLE
 
-SITE = Path(__file__).resolve().parents[1] / "front" / "site"
+SITE = Path(__file__).resolve().parent / "front" / "site"
 HELP = """\
 usage: hf-hotspa run [flags] -- COMMAND
 
 Runs a command that trains with a transformers.Trainer (or a subclass of any
 library), and trains its model over switched layouts. Nothing of the command is
-changed. Commands that train nothing stay as they are.
+changed. Commands that train nothing do not change.
 
   hf-hotspa run -- axolotl train config.yaml
   hf-hotspa run --strategies dp8:4096,tp8:32768 -- swift sft --model ...
   hf-hotspa run -- torchrun --nproc_per_node 8 train.py
   hf-hotspa run -- accelerate launch --multi_gpu --num_processes 8 train.py
 
-flags: those of HotSPaTrainingArguments, with or without hotspa_ in front:
+flags of HotSPaTrainingArguments, with or without hotspa_ in front:
   --strategies LIST     auto (default), or as in docs/strategies.md
   --model-path FOLDER   where the program loads the model of this folder, each
                         process reads its share alone

@@ -7,11 +7,11 @@ from pathlib import Path
 
 def _start() -> None:
     try:
-        from hf_hotspa.front.flags import is_active
+        from hf_hotspa.run_flags import is_active
     except ModuleNotFoundError:  # another environment, such as of a tool that the command starts
         return
     if is_active():
-        from hf_hotspa.front.hooks import install
+        from hf_hotspa.commands.front.hooks import install
 
         install()
 
