@@ -20,7 +20,7 @@ from functools import cache, partial
 from importlib import import_module
 from itertools import count
 from math import ceil
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -432,10 +432,10 @@ def _arguments(
         return made
     config = getattr(sys.modules[base.__module__], f"{kind}Config")
     if isinstance(args, config) or not isinstance(args, TrainingArguments):
-        completed_ = completed(args)
-        if is_older() and vars(completed_).get("loss_type") == "chunked_nll":  # it replaces the model's forward
-            vars(completed_)["loss_type"] = "nll"  # the same number
-        return completed_
+        own: Any = completed(args)
+        if is_older() and getattr(own, "loss_type", None) == "chunked_nll":  # it replaces the model's forward
+            own.loss_type = "nll"  # the same number
+        return cast(HotSPaTrainingArguments, own)
     if kind != "SFT":
         raise HotspaConfigError(
             f"args is a {type(args).__name__}",

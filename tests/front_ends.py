@@ -25,7 +25,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {"axolotl": "0.19.0", "ms-swift": "4.6.0"}
@@ -215,7 +215,7 @@ class Runs:
 
     def config(self, given: dict[str, Any], ranks: int, output: Path) -> dict[str, Any]:
         data = str(self.folder / ("pairs.jsonl" if given.get("rl") else "chats.jsonl"))
-        source = {
+        source: dict[str, Any] = {
             "path": data,
             "ds_type": "json",
             "split": "train",
@@ -375,8 +375,8 @@ def of_axolotl(runs: Runs, archive: Path) -> dict[str, dict[str, Any]]:
 
 def environment(name: str, folder: Path) -> Path:
     """The Python of a program's environment, which is made if it is missing. This package changes no version in it."""
-    python, own = folder / name / "bin" / "python", f"{name}=={VERSIONS[name]}"
-    if not python.exists():
+    python, own = str(folder / name / "bin" / "python"), f"{name}=={VERSIONS[name]}"
+    if not Path(python).exists():
         constraints = dict(
             line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
         )
@@ -399,7 +399,7 @@ def environment(name: str, folder: Path) -> Path:
         print(
             f"installing hf-hotspa beside {own} changed no version; new: {', '.join(sorted(after.keys() - before.keys()))}"
         )
-    return python
+    return Path(python)
 
 
 def main(argv: list[str] | None = None) -> int:

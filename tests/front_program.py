@@ -142,14 +142,14 @@ def by_class() -> Any:
 
 
 def sft() -> Any:
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
     data = Dataset.from_list(rows())
     return SFTTrainer(model(), settings(SFTConfig, max_length=None), train_dataset=data, processing_class=tokenizer())
 
 
 def dpo() -> Any:
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
 
     text = [f"question {i}" + " and more" * (i % 3) for i in range(ROWS)]
     made = [{"prompt": t, "chosen": " yes" * (1 + i % 4), "rejected": " no"} for i, t in enumerate(text)]

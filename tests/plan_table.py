@@ -51,7 +51,7 @@ class Answer:
 def questions() -> dict[str, Callable[[], Answer]]:
     """Name and question of each cell, in the order of the table."""
     sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
-    import plan_tables as pages
+    import plan_tables as pages  # type: ignore[import-not-found]
 
     found: dict[str, Callable[[], Answer]] = {}
     known = json.loads(pages.GAINS.read_text())
@@ -89,7 +89,7 @@ def _planned(model: Any, cluster: str, hardware: str, lora: str | None, lengths:
 
 def _raced(ranks: int, shape: int, number: int, limited: bool) -> Answer:
     """A cell of `benchmarks/auto.py`: 12,000 tokens a mini-batch, a longest row of 2048, fp32 on CPU ranks."""
-    import auto
+    import auto  # type: ignore[import-not-found]
 
     config = {"model_type": "llama", **auto.shapes(_LENGTHS_SEED)[shape]}
     setup = Setup(

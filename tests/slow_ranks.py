@@ -33,8 +33,8 @@ def said_to_take(
     """
     run = PhaseRunner.run
 
-    def measured(runner: PhaseRunner, phase: Any, *args: Any, step: int, **kwargs: Any) -> Any:
-        loss, found = run(runner, phase, *args, step=step, **kwargs)
+    def measured(runner: PhaseRunner, phase: Any, plan: Any, together: Any, *args: Any, **kwargs: Any) -> Any:
+        (loss, found), step = run(runner, phase, plan, together, *args, **kwargs), together.step
         tokens = sum(m.num_tokens for m in phase.micro_batches)
         usual = token_s * tokens / runner.mesh.strategy.tp
         if by_weights:

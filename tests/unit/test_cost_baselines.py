@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -105,6 +107,13 @@ def test_seconds_that_transfers_take() -> None:
     assert nodes.seconds(1, False, packs) == pytest.approx(4 * one, rel=1e-3)
 
 
+def asked(batches: list[list[int]], weights: list[float], longest: int, limit: int) -> Any:
+    """What `best` reads of a question."""
+    shape = SimpleNamespace(quadratic_cost=SIZES_7B.shape.quadratic_cost)
+    capacities = SimpleNamespace(limit_bytes=limit)
+    return SimpleNamespace(batches=(batches, weights), longest=longest, capacities=capacities, shape=shape)
+
+
 def test_the_largest_pack_and_the_best_run() -> None:
     found = runs()
     limit = 79 << 30
@@ -116,15 +125,15 @@ def test_the_largest_pack_and_the_best_run() -> None:
     batches, weights = [[1000] * 64, [2000] * 32], [0.5, 0.5]
     plain = found.largest_pack(3, False, limit)
     for stage in STAGES:
-        run = found.best(stage, batches, weights, 2000, limit)
+        run = found.best(stage, asked(batches, weights, 2000, limit))
         assert (run.stage, run.recompute) == (stage, False)  # all fit without, which is faster
         # 8000 tokens a replica, evenly: 0.8 s of computation, and transfers
         assert run.seconds == pytest.approx(0.8, rel=0.2)
-    longer = found.best(3, batches, weights, plain + 1, limit)
+    longer = found.best(3, asked(batches, weights, plain + 1, limit))
     assert longer.recompute
     assert longer.seconds is not None
     most = found.largest_pack(3, True, limit)
-    none = found.best(3, [[most + 1]], [1.0], most + 1, limit)
+    none = found.best(3, asked([[most + 1]], [1.0], most + 1, limit))
     assert (none.seconds, none.pack_tokens, none.recompute) == (None, most, True)
     assert none.to_dict()["longest_that_fits"] == most
 

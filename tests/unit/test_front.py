@@ -178,9 +178,9 @@ def test_arguments_of_front_ends(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     said = capsys.readouterr().err
     assert all(name in said for name in ("use_liger_kernel", "fp16", "activation_offloading"))
-    values = {"activation_offloading": None}  # axolotl's no
-    launch.replace(values)
-    assert values == {"activation_offloading": False}
+    of_axolotl: dict[str, Any] = {"activation_offloading": None}  # its no
+    launch.replace(of_axolotl)
+    assert of_axolotl == {"activation_offloading": False}
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_config_of_axolotl() -> None:
     }  # fmt: skip
     adapt_axolotl(cfg)
     assert cfg == {
-        "plugins": ["mine.Plugin"], "adapter": "lora", "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False,
+        "plugins": ["mine.Plugin"], "adapter": "lora", "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False, "lora_embedding_kernel": False,
         "gradient_checkpointing": True, "learning_rate": 1e-4, "experimental_skip_move_to_device": True,
     }  # fmt: skip
     args = SimpleNamespace(fsdp=None, fsdp_config=None, deepspeed=None)
@@ -204,9 +204,10 @@ def test_a_config_of_axolotl() -> None:
 
 
 def test_a_config_of_axolotl_with_deepspeed() -> None:
-    cfg = {"deepspeed": "deepspeed_configs/zero3.json"}
+    cfg: dict[str, Any] = {"deepspeed": "deepspeed_configs/zero3.json"}
     adapt_axolotl(cfg)
-    assert cfg == {"experimental_skip_move_to_device": True}
+    assert "deepspeed" not in cfg
+    assert cfg["experimental_skip_move_to_device"] is True
     args = SimpleNamespace(fsdp=None, fsdp_config=None, deepspeed=None)
     launch.give_to(args)
     assert args.deepspeed == "deepspeed_configs/zero3.json"

@@ -97,7 +97,7 @@ def _trainers(module: ModuleType) -> None:
         if issubclass(cls, SwitchedMixin):
             return object.__new__(cls)
         try:
-            made = switched(cls)
+            made: Any = switched(cls)
             made.hotspa_check_class()
         except UnsupportedError as reason:
             say(f"{_name(cls)} trains as without hf-hotspa: {reason}")

@@ -3,8 +3,10 @@
 Written against axolotl 0.19 and ms-swift 4.6. Each setting is replaced where the program reads it, with one line.
 """
 
+import json
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +15,9 @@ from hf_hotspa.run_flags import say
 
 # -- axolotl ----------------------------------------------------------------------------------------------------------
 
-_PATCHES = ("liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin", "kernels.KernelsPlugin")
-_PATCH_KEYS = ("liger_", "cut_cross_entropy", "chunked_cross_entropy", "use_kernels", "use_scattermoe", "use_sonicmoe")
-_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-_DEGREES = (
-    "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "dp_shard_size", "dp_replicate_size",
-    "expert_parallel_size",
-)  # fmt: skip
+# Keys of its config by what becomes of them: plugins and keys that patch layers or the loss, kernels that it switches on by
+# itself, and degrees.
+_AXOLOTL = json.loads(Path(__file__).with_name("axolotl.json").read_text())
 
 
 def _axolotl(module: ModuleType) -> None:
@@ -36,22 +34,22 @@ def _axolotl(module: ModuleType) -> None:
 
 def adapt_axolotl(cfg: Any) -> None:
     """Changes a config of axolotl (a dictionary) in place."""
-    if dropped := [name for name in cfg.get("plugins") or () if name.endswith(_PATCHES)]:
-        cfg["plugins"] = [name for name in cfg["plugins"] if name not in dropped]
-        say(f"left out, as no logits of a whole row exist and layers keep their own code: {', '.join(dropped)}")
-    for name in [name for name in cfg if name.startswith(_PATCH_KEYS)]:
+    plugins, dropped = tuple(_AXOLOTL["plugins"]), tuple(_AXOLOTL["dropped"])
+    if patching := [name for name in cfg.get("plugins") or () if name.endswith(plugins)]:
+        cfg["plugins"] = [name for name in cfg["plugins"] if name not in patching]
+        say(f"left out, as no logits of a whole row exist and layers keep their own code: {', '.join(patching)}")
+    for name in [name for name in cfg if name.startswith(dropped)]:
         cfg.pop(name)
-    if cfg.get("adapter"):
-        if asked := [name for name in _LORA_KERNELS if cfg.get(name)]:
-            say(f"left out, as adapters keep PEFT's code: {', '.join(asked)}")
-        cfg.update(dict.fromkeys(_LORA_KERNELS[:3], False))
+    if kernels := [name for name in _AXOLOTL["off"] if cfg.get(name)]:
+        say(f"left out, as layers keep their own code: {', '.join(kernels)}")
+    cfg.update(dict.fromkeys(_AXOLOTL["off"], False))
     checkpointing = cfg.get("gradient_checkpointing")
     if cfg.pop("activation_offloading", None) or (
         isinstance(checkpointing, str) and checkpointing.startswith("offload")
     ):
         say("activation_offloading: layers are recomputed instead (+rc)")
         cfg["gradient_checkpointing"] = True
-    for name in _DEGREES:
+    for name in _AXOLOTL["degrees"]:
         if (degree := cfg.pop(name, None)) not in (None, 1):
             say(f"{name}: {degree} is left out: the strategies give the degrees")
     cfg["experimental_skip_move_to_device"] = True  # it stays in host memory
