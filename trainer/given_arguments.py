@@ -141,6 +141,12 @@ def recompute_argument(args: TrainingArguments) -> str:
     return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
 
 
+def recomputes(model: Any) -> bool:
+    """Whether the layers of a model were told to recompute (`gradient_checkpointing_enable`)."""
+    name = "is_activation_checkpointing"  # in older releases
+    return bool(getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing"))
+
+
 def workers_context(args: TrainingArguments) -> Any:
     """How loader workers are started; None, the platform's rule, if the argument does not exist."""
     return getattr(args, "dataloader_multiprocessing_context", None)

@@ -35,7 +35,7 @@ from hf_hotspa.trainer.arguments import given_buckets
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints
 from hf_hotspa.trainer.events import SAVE, STARTS, STEP_EVENTS, WRITERS, CallbackEvents, Flags, is_overridden, is_users
-from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others, refuse_longer_rows
+from hf_hotspa.trainer.given_arguments import check_values, recomputes, refuse_fields_of_others, refuse_longer_rows
 from hf_hotspa.trainer.master_optimizer import MasterOptimizer
 from hf_hotspa.trainer.model_source import ModelSource
 from hf_hotspa.trainer.optimizers import check_elementwise
@@ -218,7 +218,7 @@ class Run:
     def _made(self, loader: object) -> tuple[SwitchedModel, Watchers]:
         trainer, agreement, rows, own = self.trainer, self.ranks.agreement(), self.rows, self.loss
         args, model, given, watchers = trainer.args, trainer.model, trainer.eval_dataset, Watchers()
-        args.model_recomputes = bare_model(model)[0].is_gradient_checkpointing
+        args.model_recomputes = recomputes(bare_model(model)[0])
         weights = self.source.weights_folder(model)
         if own is not None:
             read = trainer.train_dataset if trainer.train_dataset is not None else given

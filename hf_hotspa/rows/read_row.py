@@ -193,11 +193,15 @@ def read_row(example: object, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
 def _labels(example: Mapping[str, Any], ids: NDArray[np.int64], row: int, rules: RowRules) -> NDArray[np.int64] | None:
     if rules.labels_are_ids:
         return ids if rules.unlabelled_id is None else np.where(ids == rules.unlabelled_id, IGNORED_LABEL, ids)
-    labels = [integer_array(example[n], n, row, len(ids)) for n in LABEL_COLUMNS if example.get(n) is not None]
-    if any(not np.array_equal(labels[0], column) for column in labels):
-        where = f"dataset row {row}"
-        raise DataError(f"the columns {list(LABEL_COLUMNS)} differ", where=where, fix="remove one of them")
-    return labels[0] if labels else None
+    labels = None
+    for name in LABEL_COLUMNS:
+        if example.get(name) is not None:
+            column = integer_array(example[name], name, row, len(ids))
+            if labels is not None and not np.array_equal(labels, column):
+                where = f"dataset row {row}"
+                raise DataError(f"the columns {list(LABEL_COLUMNS)} differ", where=where, fix="remove one of them")
+            labels = column
+    return labels
 
 
 def _check_borders(num_tokens: int, width: int, borders: tuple[int, ...], row: int) -> None:

@@ -168,13 +168,11 @@ def unreadable(
     )
 
 
-def labels_of_columns(labels: Tensor | None, num_columns: int, kept: int | Tensor) -> Tensor | None:
+def labels_of_columns(labels: Tensor, num_columns: int, kept: int | Tensor) -> Tensor:
     """Labels [B, L], which may be given for the kept logits alone, as by ms-swift: the label behind each predicts it."""
-    if labels is None or labels.dim() != 2 or labels.shape[1] == num_columns:
-        return labels
     columns = torch.arange(num_columns, device=labels.device)
     places = columns[kept.to(labels.device)] if isinstance(kept, Tensor) else columns[-kept:] if kept else columns[:0]
-    if len(places) != labels.shape[1]:
+    if labels.dim() != 2 or len(places) != labels.shape[1]:
         return labels  # an error names the shapes
     of_all = labels.new_full((len(labels), num_columns), IGNORED_LABEL)
     of_all[:, places[:-1] + 1] = labels[:, 1:]
@@ -303,9 +301,9 @@ class Call:
         out = self.lay_out([self.results.tokens[number][:, index] for number in self.mine], dtype)
         return out[:, : self.shape[1] - self.shift]
 
-    def sum_of_log_probs(self, number: int) -> float:
-        """Of a document, with a loss that was trained at once."""
-        return self.results.sums[number] if self.has.sums else float(self.results.tokens[number][:, 0].double().sum())
+    def sums_of_tokens(self) -> dict[int, float]:
+        """The sum of log-probabilities of each document of this rank."""
+        return {number: float(self.results.tokens[number][:, 0].double().sum()) for number in self.mine}
 
     def auxiliary(self, loss: AuxiliaryLoss) -> tuple[Tensor, Tensor]:
         """An auxiliary loss of this rank's batch, and its gradient by the sums."""

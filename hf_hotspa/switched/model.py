@@ -190,7 +190,8 @@ class Outputs:
             else:
                 value = torch.tensor(call.own, dtype=torch.float64)
                 if not self._runner.is_of_own:
-                    total = -sum(map(call.sum_of_log_probs, call.mine))
+                    sums = call.results.sums if call.has.sums else call.sums_of_tokens()
+                    total = -sum(map(sums.__getitem__, call.mine))
                     value = torch.tensor(total, dtype=torch.float64) / denominator
                 loss = value.to(call.device, self._passes.wide)
                 if request.trains:
@@ -391,8 +392,9 @@ class CalledModel(DistributedDataParallel):
         batch: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         for name in ("labels", "shift_labels", "seq_idx", *passes.FLAT_COLUMNS, *self._columns):
             batch[name] = asked.get(name)
-        if input_ids is not None:
-            batch["labels"] = labels_of_columns(batch["labels"], input_ids.shape[-1], asked.get("logits_to_keep", 0))
+        kept, labels = asked.get("logits_to_keep", 0), batch["labels"]
+        if labels is not None and input_ids is not None and labels.shape[-1] != input_ids.shape[-1]:
+            batch["labels"] = labels_of_columns(labels, input_ids.shape[-1], kept)
         fused, items = asked.get("fused_lm_head", False), asked.get("num_items_in_batch")
         wants_loss = not fused and (batch["labels"] is not None or batch["shift_labels"] is not None)
         function = vars(self._bare).get("_loss_function") if wants_loss and not self._runner.is_of_own else None
@@ -403,7 +405,7 @@ class CalledModel(DistributedDataParallel):
             fields=FIELDS.index(self._head_fields[-1]) + 1 if fused else 0,
             wants_loss=wants_loss,
             aux=self._passes.auxiliary is not None and self._wants_aux(asked.get("output_router_logits")),
-            kept=asked.get("logits_to_keep", 0),
+            kept=kept,
             expected=asked.get("expected_seeds"),
             trains=self.trains and torch.is_grad_enabled(),
             training=self.training,
@@ -788,7 +790,7 @@ class SwitchedModel(CalledModel):
         self._passes.let_go()
         for training in (True, False):
             looks = self.assumptions.looks
-            looks.turn((training, True))
+            looks.before[training, True] = looks.now.pop((training, True), Reading.NONE)
         if trains_more or scale is None:  # more was sent after the comparison
             counts = exchange.sent | self.cut
             of_all = engine.agreement.gather([*map(float, counts.values())])
