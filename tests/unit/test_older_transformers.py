@@ -21,6 +21,7 @@ class Older:
 
     gradient_checkpointing: bool = False
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    model_recomputes = False
 
 
 @pytest.mark.parametrize(
