@@ -88,6 +88,7 @@ class Case:
     ranks: int
     strategies: str
     given: dict[str, Any] = field(default_factory=dict)
+    plugin: bool = False  # ours is `examples/axolotl_plugin.py`, without `hf-hotspa run`
     resumes: bool = False  # the door's run continues from its checkpoint of step 2
 
 
@@ -105,6 +106,7 @@ AXOLOTL = {
     "sft, one rank": Case(1, "dp1:64,dp1+rc:512"),
     "sft, four ranks": Case(4, "dp4:64,dp2tp2:128,cp2pp2:512"),
     "multipack": Case(2, "dp2:64,pp2:512", {"sample_packing": True, "pad_to_sequence_len": True, "eval_sample_packing": False}),
+    "plugin": Case(2, "", plugin=True),
     "lora": Case(2, "dp2:64,cp2:512", LORA | EVALUATES),
     "dpo": Case(2, "dp2:64,tp2:512", PAIRS),
     "saved and resumed": Case(2, "dp2:64,tp2:512", EVALUATES, resumes=True),
@@ -189,7 +191,10 @@ class Runs:
             "ACCELERATE_USE_CPU": "true",
             "AXOLOTL_METRIC_NDIGITS": "8",
         }
-        own |= {"MODELSCOPE_CACHE": str(self.folder / "cache"), "PYTHONPATH": f"{self.folder / 'site'}:{ROOT}"}
+        own |= {
+            "MODELSCOPE_CACHE": str(self.folder / "cache"),
+            "PYTHONPATH": f"{self.folder / 'site'}:{ROOT}:{ROOT / 'examples'}",
+        }
         return {**os.environ, **quiet, **own}
 
     def command(self, given: dict[str, Any], ranks: int, output: Path) -> list[str]:
@@ -290,7 +295,9 @@ def compare(runs: Runs, label: str, case: Case) -> str | None:
         return f"the program alone does not train it: {text[-1500:]}"
     if runs.name == "axolotl" and given.get("plugins"):
         given |= {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "cpu_ram_efficient_loading": True}}
-    ours, text, output = runs.run(given, case.ranks, f"{label} door", case.strategies)
+    if case.plugin:
+        given |= {"plugins": ["axolotl_plugin.HotSPaPlugin"]}
+    ours, text, output = runs.run(given, case.ranks, f"{label} door", None if case.plugin else case.strategies)
     if (far := difference(ours, stock)) > TOLERANCE:
         return f"differs by {far:.2g}\n  stock {stock}\n  ours  {ours}\n{text[-3000:]}"
     print(f"  {label}: equal to {far:.1g}", flush=True)
