@@ -39,11 +39,11 @@ def run_all(rank, world_size, numbers, stock, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_drawn_subclasses_are_equal_or_rejected_by_name(tmp_path):
-    numbers = list(range(41, 61))
-    stock = run_ranks(2, run_all, numbers, True, str(tmp_path), timeout=280)
-    ours = run_ranks(2, run_all, numbers, False, str(tmp_path), timeout=280)
+    numbers = list(range(41, 81))
+    stock = run_ranks(2, run_all, numbers, True, str(tmp_path), timeout=560)
+    ours = run_ranks(2, run_all, numbers, False, str(tmp_path), timeout=560)
     wrong = {}
     for number, expected, found in zip(numbers * 2, [*stock[0], *stock[1]], [*ours[0], *ours[1]], strict=True):
         if isinstance(found, str):
