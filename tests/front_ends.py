@@ -300,6 +300,8 @@ def compare(runs: Runs, label: str, case: Case) -> str | None:
     ours, text, output = runs.run(given, case.ranks, f"{label} door", None if case.plugin else case.strategies)
     if (far := difference(ours, stock)) > TOLERANCE:
         return f"differs by {far:.2g}\n  stock {stock}\n  ours  {ours}\n{text[-3000:]}"
+    if given.get("gradient_checkpointing") and "+rc" not in text:
+        return f"recomputation was lost\n{text[-3000:]}"
     print(f"  {label}: equal to {far:.1g}", flush=True)
     if case.resumes:
         shutil.rmtree(output / "checkpoint-4")
