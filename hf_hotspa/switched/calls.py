@@ -78,8 +78,8 @@ class LazyLogits(Tensor):
         cls, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> object:
         named = cast(dict[str, object], kwargs or {})
-        of_vocabulary = args[1:] in ((-1,), (2,)) or (not args[1:] and named.get("dim") in (-1, 2))
-        if func in (Tensor.argmax, torch.argmax) and of_vocabulary and not named.get("keepdim"):
+        is_arg_max = func in (Tensor.argmax, torch.argmax) and not named.get("keepdim")
+        if is_arg_max and (args[1:] in ((-1,), (2,)) or (not args[1:] and named.get("dim") in (-1, 2))):
             return cast(LazyLogits, args[0]).best()
 
         def real(x: object) -> object:

@@ -548,7 +548,8 @@ class Passes:
     """
 
     def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...], drop: Callable[[], None]) -> None:
-        self.engine, self.tape, self.taping, self._drop = engine, Tape(), Taping(), drop
+        self.engine, self._device, self._drop = engine, engine.device, drop
+        self.tape, self.taping = Tape(), Taping()
         self.wide = torch.promote_types(engine.description.compute_dtype, torch.float32)
         self.exchange = Exchange(engine.agreement, engine.world_size)
         shape = engine.description.shape
@@ -616,7 +617,7 @@ class Passes:
                 self.let_go()
                 self._scored = key, self.engine.evaluation(store, mode.training, mode.step)
             self._begin(documents, plan, mode, wanted, Upstream(own=(1.0, 0.0) if wanted.own else None))
-            with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
+            with torch.autocast(self._device.type, enabled=False), torch.set_grad_enabled(keeps):
                 result = self._scored[1].run(mini_batch, keep_graphs=keeps)
             if store is not None:  # the loaded weights must not be trained
                 self.let_go()
@@ -641,7 +642,7 @@ class Passes:
             if upstream.of_logits:
                 sends = self._send_logit_upstream(plan, upstream)
                 self.tape.logit_upstream = lambda number: self._receive_logit_upstream(documents, upstream, number)
-            with torch.autocast(self.engine.device.type, enabled=False), torch.enable_grad():
+            with torch.autocast(self._device.type, enabled=False), torch.enable_grad():
                 facts = self.facts() if self.engine.world_size > 1 else None
                 scored = kept_scoring[1] if kept_scoring is not None else None
                 report = self.engine.forward_backward(
@@ -670,7 +671,7 @@ class Passes:
 
     def _begin(self, documents: Documents, plan: MiniBatchPlan, mode: Mode, wanted: Wanted, upstream: Upstream) -> None:
         """Makes the tape of a pass. Collective."""
-        engine, device = self.engine, self.engine.device
+        engine, device = self.engine, self._device
         offsets, total, logits = [0] * len(documents.lengths), 0, dict[int, Tensor]()
         for number, strategy, replica in places(plan):
             if engine.rank in last_ranks(strategy, replica):
@@ -715,7 +716,7 @@ class Passes:
         for move, arrived in self.exchange.deliver("seeds", moves, tokens, self.wide):
             begin = self._offsets[move.document]
             table[begin : begin + documents.lengths[move.document]] = arrived.view(-1, upstream.columns)
-        return table.to(self.engine.device)
+        return table.to(self._device)
 
     def _send_logit_upstream(self, plan: MiniBatchPlan, upstream: Upstream) -> list[dist.Work]:
         """Starts to send each document's gradients to the ranks with its logits; they receive them with its pack."""

@@ -78,7 +78,7 @@ def without_on_one_rank(rank, world_size, folder, lacking):
     texts = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("hf_hotspa.trainer.optimizers").addHandler(handler)
+    logging.getLogger("hf_hotspa.trainer.master_optimizer").addHandler(handler)
     missing = dict.fromkeys(("deepspeed", "deepspeed.ops.op_builder.cpu")) if rank == lacking else {}
     with patch.dict(sys.modules, missing):
         one_run(rank, world_size, f"{folder}/without", None, RUN | {"max_steps": 2, "hotspa_offload": "master"})
