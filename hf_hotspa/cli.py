@@ -20,6 +20,7 @@ from typing import Any, cast
 from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoint_files, environment, inputs
 from hf_hotspa.commands.inputs import add_flags, file_to_write, whole
+from hf_hotspa.commands.run_program import HELP as RUN_HELP
 from hf_hotspa.commands.train_help import HELP, OVERVIEW
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
@@ -337,6 +338,23 @@ def _compare(args: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
+def _start(command: str, *words: str) -> int:
+    """Runs a command that passes its flags on to what it starts."""
+    own = words[: words.index("--")] if "--" in words else words
+    if {"-h", "--help"} & set(own):
+        print(RUN_HELP if command == RUN else HELP, end="")
+        return 0
+    try:
+        if command == RUN:
+            from hf_hotspa.commands import run_program
+
+            return run_program.main(words)
+        from hf_hotspa.commands import train  # imports torch
+    except ModuleNotFoundError as error:
+        return _missing(f"hf-hotspa {command}", error)
+    return train.main(words)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command for some arguments (None: the process's). Returns the exit code: 0; 2 when the input is wrong or
     does not fit; 1 when `verify` finds a damaged checkpoint."""
@@ -344,25 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         print(OVERVIEW, end="")
         return 0
-    if words[:1] == [RUN]:
-        from hf_hotspa.commands import run_program as run
-
-        if {"-h", "--help"} & set(words[: words.index("--") if "--" in words else None]):
-            print(run.HELP, end="")
-            return 0
-        try:
-            return run.main(words[1:])
-        except ModuleNotFoundError as error:
-            return _missing("hf-hotspa run", error)
-    if words[:1] == [TRAIN]:
-        if {"-h", "--help"} & set(words):
-            print(HELP, end="")
-            return 0
-        try:
-            from hf_hotspa.commands import train  # imports torch
-        except ModuleNotFoundError as error:
-            return _missing("hf-hotspa train", error)
-        return train.main(words[1:])
+    if words[0] in (RUN, TRAIN):
+        return _start(*words)
     with redirect_stderr(cast(Any, CleanOutput(sys.stderr))):  # a wrong line is quoted there
         args = _parser().parse_args(words)
     try:

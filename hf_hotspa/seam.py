@@ -101,7 +101,7 @@ class Described:
 
     # reads the layers whose weights are kept in another form, by name (`model.packed_layer.PackedLayer`)
     packed: Callable[[], Mapping[str, Any]] = dict
-    # reads the modules that it added beside the model's weights (`model.added_modules.AddedModules`); None for none
+    # reads the modules that it added beside the model's weights (`model.model_kind.AddedModules`); None for none
     added: Callable[[], Any] = lambda: None
     # returns how many layers add an auxiliary loss (`parallel.head_loss`), or called with True, would if asked to; raises
     # `UnsupportedError`: it is not one of tokens and sequences

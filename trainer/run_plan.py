@@ -35,8 +35,8 @@ from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ADAM, ModelSizes
 from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.engine.device_memory import free_memory
 from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_known
+from hf_hotspa.engine.switching import free_memory
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts

@@ -52,7 +52,7 @@ from hf_hotspa.costs.calibration import (
 )
 from hf_hotspa.costs.memory import activation_bytes
 from hf_hotspa.costs.terms import Hop
-from hf_hotspa.engine.device_memory import device_limit
+from hf_hotspa.engine.switching import device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.errors import HotspaConfigError, HotspaError, TransferError
 from hf_hotspa.model.options import default_device

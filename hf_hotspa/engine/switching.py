@@ -4,16 +4,18 @@ Built before anything large is allocated, so that strategies that do not fit fai
 returns its job, which runs beside the computation or is already done.
 """
 
+import gc
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
 from torch import Tensor
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.engine.device_memory import device_limit
 from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchExecutor, SwitchJob, SwitchStats, SwitchWorker, Wires
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.errors import DeviceMemoryError, check_choice
@@ -541,3 +543,38 @@ def _only_trained(dtypes: Wires, vector: ParameterVector) -> Wires:
 
 def _num_bytes(sizes: Sequence[int], dtypes: Wires) -> int:
     return sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True) if dtype)
+
+
+# -- the memory of a device --------------------------------------------------------------------------------------------
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def device_limit(device: torch.device) -> int | None:
+    """Bytes that this process can still allocate on an accelerator; None on the CPU, where the limit is unknown.
+
+    First returns torch's cached memory (of a calibration, say) to the device: otherwise a plan made after a calibration
+    would have less memory than one that reads its file.
+    """
+    if device.type != "cuda":
+        return None
+    gc.collect()  # a model has reference cycles
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def free_memory(device: torch.device, local: int) -> tuple[float, str]:
+    """Bytes that this process may fill, one of `local` on its machine, and the source of the number."""
+    if (on_device := device_limit(device)) is not None:
+        return float(on_device), "of what is free on the device"
+    return _free_host_memory() / local, f"of the free memory of the machine, for each of {local} processes"
+
+
+def _free_host_memory() -> float:
+    free = float(psutil.virtual_memory().available)
+    try:
+        allowed = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, float(allowed) - used) if allowed.isdecimal() else free

@@ -18,9 +18,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
-from hf_hotspa.model.added_modules import INPUTS, OUTPUTS, AddedModules, unwrap
 from hf_hotspa.model.layer_kind import LayerKind, layer_kinds
 from hf_hotspa.model.model_kind import (
+    INPUTS,
+    OUTPUTS,
+    AddedModules,
     attention_dropouts,
     of_text,
     refuse_dropout,
@@ -28,6 +30,7 @@ from hf_hotspa.model.model_kind import (
     refuse_other_models,
     refuse_own_attention,
     text_base,
+    unwrap,
     without_attention_dropout,
 )
 from hf_hotspa.model.packed_layer import PackedLayer, packed_layers

@@ -63,17 +63,20 @@ class LengthTable:
         squares = [np.concatenate(([0.0], np.cumsum(lengths.astype(np.float64) ** 2))) for lengths in self._sorted]
         # all pairs of edges (low, high), sorted by the high one; everything below is [mini-batch, pair]
         self._high, self._low = np.tril_indices(len(edges), -1)
-        self._low_at, self._high_at = at[:, self._low], at[:, self._high]
-        self._from, self._to = self._low_at.astype(np.float64), self._high_at.astype(np.float64)
+        low_at, high_at = at[:, self._low], at[:, self._high]
+
+        def between(prefix: Sequence[Array]) -> Array:
+            low = np.stack([sums[row] for sums, row in zip(prefix, low_at, strict=True)])
+            return np.stack([sums[row] for sums, row in zip(prefix, high_at, strict=True)]) - low
+
+        self._from, self._to = low_at.astype(np.float64), high_at.astype(np.float64)
         self.count = self._to - self._from
-        self.tokens = self._between(sums)
-        self.squares = self._between(squares)
+        self.tokens, self.squares = between(sums), between(squares)
         top = [
             np.where(row > 0, lengths[np.maximum(row - 1, 0)], 0) if len(lengths) else np.zeros(len(row), np.int64)
             for lengths, row in zip(self._sorted, at, strict=True)
         ]
         self.longest = np.where(self.count > 0, np.stack(top)[:, self._high], 0).astype(np.float64)
-        self._longest_squares = self.longest**2
         self._most = max(map(max, self._sorted))
         self._at, size = at, max(map(len, self._sorted))
         self._padded = np.stack([np.pad(row.astype(np.float64), (0, size - len(row))) for row in self._sorted])
@@ -81,13 +84,8 @@ class LengthTable:
         self._apart = np.arange(len(batches))[:, None] * (self._most + 1)
         self._joined = np.concatenate([row + apart for row, apart in zip(self._sorted, self._apart[:, 0], strict=True)])
         self._first = np.cumsum([0, *map(len, self._sorted[:-1])])[:, None]
-        self._used = self.count > 0
-        self._used_weight = self._weights @ self._used
+        self._used_weight = self._weights @ (self.count > 0)
         self._known: dict[tuple[Strategy, tuple[tuple[int, int], ...]], Array] = {}
-
-    def _between(self, prefix: Sequence[Array]) -> Array:
-        low = np.stack([sums[row] for sums, row in zip(prefix, self._low_at, strict=True)])
-        return np.stack([sums[row] for sums, row in zip(prefix, self._high_at, strict=True)]) - low
 
     def phase_seconds(
         self, time: TimeModel, strategy: Strategy, sizes: Sequence[tuple[int, int]], switch_s: float
@@ -146,16 +144,15 @@ class LengthTable:
             full = int(np.searchsorted(capacities, self._most))
             if full:
                 seconds[:full] += self._alone_seconds(greatest, capacities[:full], pp)[:, :, :fitting] / dp
-        seconds = np.maximum(
-            seconds, through.a * self._longest_squares[:, :fitting] + through.b * self.longest[:, :fitting] + through.c
-        )
+        longest = self.longest[:, :fitting]
+        seconds = np.maximum(seconds, through.a * longest**2 + through.b * longest + through.c)
         if strategy.z and time.streams is not None:
             moving = each * time.streams.pack_s(strategy)
             seconds = seconds + moving if math.isfinite(time.slots) else np.maximum(seconds, moving)
         if strategy.world_size > time.slots:
             seconds = np.maximum(seconds, total * spread * strategy.tp * strategy.cp / time.slots)
         mean = np.full((len(sizes), len(self._high)), np.inf)
-        mean[:, :fitting] = self._weights @ ((seconds + time.fixed_s) * self._used[:, :fitting])
+        mean[:, :fitting] = self._weights @ ((seconds + time.fixed_s) * (count > 0))
         mean[self.edges[self._high] > np.array([[max(size)] for size in sizes])] = np.inf
         return mean
 

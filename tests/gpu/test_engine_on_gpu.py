@@ -94,7 +94,7 @@ def test_heads_that_the_kernel_does_not_take():
 
 def free_memory(rank: int, world_size: int) -> dict[str, int]:
     """Bytes that a plan may use before a large tensor lived and after, and what the device says after it."""
-    from hf_hotspa.engine.device_memory import device_limit
+    from hf_hotspa.engine.switching import device_limit
 
     device = torch.device("cuda", 0)
     before = device_limit(device)

@@ -10,8 +10,8 @@ from transformers import BitsAndBytesConfig
 from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.features.lora.adapters import read_adapters
-from hf_hotspa.model.added_modules import INPUTS, unwrap
 from hf_hotspa.model.model_check import check_model, frozen_digest
+from hf_hotspa.model.model_kind import INPUTS, unwrap
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
 from tests.families import MIXTURE, tiny_model

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.model.added_modules import INPUTS, OUTPUTS
+from hf_hotspa.model.model_kind import INPUTS, OUTPUTS
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.tensor_plan import is_fused
 from hf_hotspa.parallel.wrapped_model import BASE, bare_model, base_layer, is_wrapped
