@@ -88,6 +88,7 @@ class Case:
     ranks: int
     strategies: str
     given: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)  # only behind `hf-hotspa run`
     plugin: bool = False  # ours is `examples/axolotl_plugin.py`, without `hf-hotspa run`
     resumes: bool = False  # the door's run continues from its checkpoint of step 2
 
@@ -110,12 +111,13 @@ AXOLOTL = {
     "lora": Case(2, "dp2:64,cp2:512", LORA | EVALUATES),
     "dpo": Case(2, "dp2:64,tp2:512", PAIRS),
     "saved and resumed": Case(2, "dp2:64,tp2:512", EVALUATES, resumes=True),
-    "sharded, offloaded": Case(
-        2, "dp2:64,tp2:512",
-        {"gradient_checkpointing": True, "activation_offloading": True, "plugins": ["axolotl.integrations.liger.LigerPlugin"],
-         "liger_rope": True, "liger_fused_linear_cross_entropy": True, "torch_compile": True},
+    "recomputed": Case(
+        2, "dp2:64,tp2:512", {"gradient_checkpointing": True},
+        # what no CPU can do without us
+        {"activation_offloading": True, "plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_rope": True,
+         "liger_fused_linear_cross_entropy": True, "torch_compile": True, "tensor_parallel_size": 2, "fsdp_version": 2,
+         "fsdp_config": {"reshard_after_forward": True, "cpu_ram_efficient_loading": True}},
     ),
-    "qlora": Case(2, "dp2:64,tp2:512", LORA | {"adapter": "qlora", "load_in_4bit": True}),
 }  # fmt: skip
 SWIFT_LORA = {
     "tuner_type": "lora",
@@ -293,8 +295,7 @@ def compare(runs: Runs, label: str, case: Case) -> str | None:
     stock, text, _ = runs.run(given, case.ranks, f"{label} stock", None)
     if not stock:
         return f"the program alone does not train it: {text[-1500:]}"
-    if runs.name == "axolotl" and given.get("plugins"):
-        given |= {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "cpu_ram_efficient_loading": True}}
+    given |= case.more
     if case.plugin:
         given |= {"plugins": ["axolotl_plugin.HotSPaPlugin"]}
     ours, text, output = runs.run(given, case.ranks, f"{label} door", None if case.plugin else case.strategies)
@@ -370,6 +371,8 @@ def of_axolotl(runs: Runs, archive: Path) -> dict[str, dict[str, Any]]:
             own = runs.config(given, 2, runs.folder / "example") if given.get("rl") else usual
             for key in (
                 "special_tokens",
+                "model_type",
+                "tokenizer_type",
                 "tokens",
                 "load_in_8bit",
                 "flash_attention",
