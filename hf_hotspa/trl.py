@@ -482,7 +482,7 @@ def _check_supported(
 ) -> None:
     """Raises `UnsupportedError` for options that cannot be honoured."""
     for name, (nothing, why, fix) in _UNSUPPORTED_FIELDS.items():
-        if (value := getattr(args, name, nothing)) != nothing:
+        if (value := getattr(args, name, nothing)) not in (nothing, None):  # front ends give None for no
             raise UnsupportedError(f"{type(args).__name__} has {name}={value!r}", why=why, fix=fix)
     if kind in ONLINE and is_wrapped(model) and args.beta != 0.0:  # type: ignore[attr-defined]
         raise UnsupportedError(

@@ -400,7 +400,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
     use instead."""
     for name, (fine, why) in _UNSUPPORTED.items():
         value = getattr(args, name, fine[0])
-        if value not in fine:
+        if value is not None and value not in fine:  # front ends give None for no
             shown = getattr(value, "value", value)
             raise UnsupportedError(f"the training argument {name}={shown!r} cannot be honoured", fix=why)
     if vars(args).get("hotspa_stock_checkpoints") and vars(args).get("hotspa_offload") == "master":

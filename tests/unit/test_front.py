@@ -228,3 +228,17 @@ def test_functions_that_patch_models_do_nothing() -> None:
     assert module.apply_liger_kernel_to_llama(5) == 5
     assert module.MODEL_TYPE_TO_APPLY_LIGER_FN["llama"](model=6) == 6
     assert module.other() == 3
+
+
+def test_none_means_no(tmp_path: Path) -> None:
+    """Front ends pass on every field of theirs, also those that a config leaves out."""
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.given_arguments import refuse_arguments
+
+    args = HotSPaTrainingArguments(str(tmp_path), use_cpu=True, hotspa_strategies="dp1:64")
+    for name in ("fp16", "torch_compile", "use_liger_kernel", "save_on_each_node"):
+        vars(args)[name] = None
+    refuse_arguments(args)
+    vars(args)["fp16"] = True
+    with pytest.raises(HotspaError, match="fp16=True"):
+        refuse_arguments(args)
