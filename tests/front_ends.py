@@ -29,6 +29,7 @@ import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {"axolotl": "0.19.0", "ms-swift": "4.6.0"}
+MORE = ("deepspeed", "ninja", "bitsandbytes")  # what some examples of ms-swift ask for
 SMALL = ("xformers", "torch")  # of axolotl's requirements: a GPU library that asks for CUDA's torch, and what is there
 TOLERANCE = 1e-5
 
@@ -400,6 +401,7 @@ def environment(name: str, folder: Path) -> Path:
         (program,) = (d for d in distributions(path=[str(site)]) if d.metadata["Name"].replace("_", "-") == name)
         wanted = [line.split(";")[0] for line in program.requires or () if "extra ==" not in line]
         wanted = [line for line in wanted if not re.match(rf"({'|'.join(SMALL)})\b", line)]
+        wanted += [f"{more}=={constraints[more]}" for more in MORE] if name == "ms-swift" else []
         subprocess.run([*pip, *wanted, f"torch=={constraints['torch']}"], check=True)
     listed = [python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"]
     before = {d["name"]: d["version"] for d in json.loads(subprocess.check_output(listed))}

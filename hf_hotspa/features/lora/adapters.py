@@ -128,7 +128,7 @@ def read_adapters(model: nn.Module) -> Adapters | None:
     if not is_wrapped(model):
         _refuse_bare_tuners(model)
         return None
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig, PeftModel, PeftType
 
     configs = dict(model.peft_config)
     if not isinstance(model, PeftModel) or len(configs) != 1:
@@ -138,7 +138,9 @@ def read_adapters(model: nn.Module) -> Adapters | None:
             fix="make it with get_peft_model and one config; remove others with model.delete_adapter(...)",
         )
     [(name, config)] = configs.items()
-    if type(config) is not LoraConfig:
+    if (
+        not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA
+    ):  # others derive from it, such as AdaLoRA's
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise UnsupportedError(
             f"the adapter {name!r} is of the kind {kind} ({type(config).__name__})", why=_WHY, fix="use a LoraConfig"
