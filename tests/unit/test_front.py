@@ -7,14 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hf_hotspa.commands import run_program as run
 from hf_hotspa.commands.front import launch
-from hf_hotspa.commands.front.programs import HOOKS, adapt_axolotl
+from hf_hotspa.commands.front.programs import HOOKS, adapt_axolotl, restore_forwards
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.run_flags import VARIABLE, given_flags
 from tests.contract.layers import ROOT
@@ -211,6 +212,21 @@ def test_a_config_of_axolotl_with_deepspeed() -> None:
     args = SimpleNamespace(fsdp=None, fsdp_config=None, deepspeed=None)
     launch.give_to(args)
     assert args.deepspeed == "deepspeed_configs/zero3.json"
+
+
+def test_forwards_that_move_their_input_are_taken_back() -> None:
+    def keep_device_forward(self: Any, x: Any) -> Any:
+        return self.forward_origin(x)
+
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    moving, other = layers
+    moving.forward_origin = moving.forward
+    moving.forward = MethodType(keep_device_forward, moving)
+    other.forward = lambda x: x  # somebody else's stays
+    restore_forwards(layers)
+    restore_forwards("model")
+    assert not {"forward", "forward_origin"} & vars(moving).keys()
+    assert "forward" in vars(other)
 
 
 def test_functions_that_patch_models_do_nothing() -> None:

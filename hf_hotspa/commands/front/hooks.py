@@ -90,6 +90,7 @@ def _trainers(module: ModuleType) -> None:
     init = stock.__init__
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        from hf_hotspa.commands.front.programs import restore_forwards
         from hf_hotspa.errors import UnsupportedError
         from hf_hotspa.trainer.trainer import SwitchedMixin, switched
 
@@ -102,6 +103,8 @@ def _trainers(module: ModuleType) -> None:
         except UnsupportedError as reason:
             say(f"{_name(cls)} trains as without hf-hotspa: {reason}")
             return object.__new__(cls)
+        for given in (*args, *kwargs.values()):
+            restore_forwards(given)
         say(f"{_name(cls)} trains over a switched model, by overrides in front of {_name(_behind(made))}")
         return object.__new__(made)
 

@@ -93,6 +93,15 @@ def _swift(module: ModuleType) -> None:
     kind.__post_init__ = __post_init__
 
 
+def restore_forwards(model: Any) -> None:
+    """Takes back the forwards that ms-swift sets on layers to move their input to the weight's device: replicas are on
+    one device, and are made from classes. `model`: an argument of a trainer; not changed unless it has modules."""
+    for module in model.modules() if hasattr(model, "modules") else ():
+        own = vars(module)
+        if "forward_origin" in own and getattr(own.get("forward"), "__name__", "") == "keep_device_forward":
+            del module.forward, module.forward_origin
+
+
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
