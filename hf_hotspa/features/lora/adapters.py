@@ -20,7 +20,7 @@ import copy
 import hashlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -153,7 +153,12 @@ def read_adapters(model: nn.Module) -> Adapters | None:
             raise UnsupportedError(f"the LoRA config has {option}={value!r}", why=why, fix=fix)
     _refuse_idle(model, name, config)
     _refuse_resized(model, config)
-    config = copy.deepcopy(config)
+    more = {each.name for each in fields(config)} - {each.name for each in fields(LoraConfig)}
+    given, config = (
+        config,
+        object.__new__(LoraConfig),
+    )  # a front end's class may have more, which changes what PEFT makes
+    vars(config).update({key: copy.deepcopy(value) for key, value in vars(given).items() if key not in more})
     config.init_lora_weights = False  # the values come from the model; inits such as PiSSA read the base weights
     config.inference_mode = False
     bare = bare_model(model)[0]
