@@ -1,6 +1,6 @@
 """LoRA adapters: which are refused and how, how they are laid out, and what their names are in files."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -189,3 +189,19 @@ def test_the_digest_of_the_base_sees_every_frozen_weight_and_no_other():
     with torch.no_grad():
         model.get_parameter("base_model.model.model.norm.weight")[3] += 1e-3
     assert frozen_digest(model) != before
+
+
+@dataclass
+class Wider(LoraConfig):
+    """A front end's own class, such as ms-swift's."""
+
+    more: str | None = None
+
+
+def test_a_config_that_derives_from_pefts_is_read_as_pefts() -> None:
+    model = get_peft_model(tiny_model("llama_gqa_bias"), Wider(r=2, target_modules=["q_proj"], more="x"))
+    added = read_adapters(model)
+    assert added is not None
+    assert type(added.config) is LoraConfig
+    assert not hasattr(added.config, "more")
+    assert added.config.r == 2

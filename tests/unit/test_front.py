@@ -253,8 +253,8 @@ def test_none_means_no(tmp_path: Path) -> None:
 
     args = HotSPaTrainingArguments(str(tmp_path), use_cpu=True, hotspa_strategies="dp1:64")
     for name in ("fp16", "torch_compile", "use_liger_kernel", "save_on_each_node"):
-        vars(args)[name] = None
+        setattr(args, name, None)
     refuse_arguments(args)
-    vars(args)["fp16"] = True
+    args.fp16 = True
     with pytest.raises(HotspaError, match="fp16=True"):
         refuse_arguments(args)

@@ -158,7 +158,7 @@ def read_adapters(model: nn.Module) -> Adapters | None:
         config,
         object.__new__(LoraConfig),
     )  # a front end's class may have more, which changes what PEFT makes
-    vars(config).update({key: copy.deepcopy(value) for key, value in vars(given).items() if key not in more})
+    config.__dict__.update({key: copy.deepcopy(value) for key, value in vars(given).items() if key not in more})
     config.init_lora_weights = False  # the values come from the model; inits such as PiSSA read the base weights
     config.inference_mode = False
     bare = bare_model(model)[0]
