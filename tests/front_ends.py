@@ -381,6 +381,7 @@ def of_axolotl(runs: Runs, archive: Path) -> dict[str, dict[str, Any]]:
                 "trust_remote_code",
             ):
                 given.pop(key, None)
+            given = {key: value for key, value in given.items() if not key.startswith("wandb_")}
             given |= {key: own[key] for key in replaced} | {"sequence_len": 512, "eval_sample_packing": False}
             found[name] = {key: value for key, value in given.items() if value is not None}
     return found
