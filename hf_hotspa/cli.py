@@ -20,8 +20,7 @@ from typing import Any, cast
 from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoint_files, environment, inputs
 from hf_hotspa.commands.inputs import add_flags, file_to_write, whole
-from hf_hotspa.commands.run_program import HELP as RUN_HELP
-from hf_hotspa.commands.train_help import HELP, OVERVIEW
+from hf_hotspa.commands.train_help import HELP, OVERVIEW, RUN_HELP
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names

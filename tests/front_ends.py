@@ -34,7 +34,8 @@ SMALL = ("xformers", "torch")  # of axolotl's requirements: a GPU library that a
 TOLERANCE = 1e-5
 
 SITE = """
-import importlib.abc, json, os, sys
+import json, os, sys
+from hf_hotspa.commands.front.hooks import HookFinder
 def arguments(module):
     post = module.TrainingArguments.__post_init__
     def __post_init__(self):
@@ -61,24 +62,7 @@ def trainer(module):
         return log(self, logs, *args, **kwargs)
     module.Trainer.log = logged
 HOOKS = {"transformers.training_args": arguments, "transformers.modeling_utils": models, "transformers.trainer": trainer}
-class Loader(importlib.abc.Loader):
-    def __init__(self, loader, hook):
-        self.loader, self.hook = loader, hook
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-    def exec_module(self, module):
-        self.loader.exec_module(module)
-        self.hook(module)
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        hook = HOOKS.pop(name, None)
-        for finder in sys.meta_path if hook else ():
-            if finder is not self and (spec := finder.find_spec(name, path, target)):
-                spec.loader = Loader(spec.loader, hook)
-                return spec
-sys.meta_path.insert(0, Finder())
+sys.meta_path.insert(0, HookFinder(HOOKS))
 """  # runs behind the one of `hf-hotspa run`
 
 

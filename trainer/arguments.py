@@ -243,8 +243,8 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         self.bf16 = bool(vars(self)["bf16"]) or given_arguments.mixed_precision() == "bf16"  # untyped in transformers
         given_arguments.check_processes(self.world_size)
         self._check_strategies()
-        for own in fields(self):
-            if own.name.startswith("hotspa_") and "choices" in own.metadata:
+        for own in flag_fields(type(self)):
+            if "choices" in own.metadata:
                 check_choice(own.name, getattr(self, own.name), own.metadata["choices"])
         try:
             given_arguments.refuse_arguments(self)
@@ -289,7 +289,7 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         Raises:
             HotspaError: `reason`, if a flag asks for something that the stock Trainer does not have.
         """
-        asks = {f.name for f in fields(self) if f.name.startswith("hotspa_") and getattr(self, f.name) != f.default}
+        asks = {own.name for own in flag_fields(type(self)) if getattr(self, own.name) != own.default}
         asks -= given_flags().keys()  # they are for what can be trained
         as_stock = {name for name, known in flags_of(type(self)).items() if known.as_stock}
         if asks - as_stock or self.hotspa_deepspeed is not None or self.fsdp_stage:
@@ -387,14 +387,18 @@ def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
     return {known.option: known.made(getattr(args, name)) for name, known in flags if known.option}
 
 
+def flag_fields(kind: type[HotSPaTrainingArguments] = HotSPaTrainingArguments) -> list[dataclasses.Field[Any]]:
+    """The fields of our flags (`hotspa_...`), of a class of arguments."""
+    return [field for field in fields(kind) if field.name.startswith("hotspa_")]
+
+
 @contextmanager
 def launch_taken(args: Any) -> Iterator[None]:
     """Inside, `TrainingArguments.__post_init__` starts neither DeepSpeed nor FSDP: their settings are mapped onto arguments.
 
     Flags of ours that `args` do not have get the value that `hf-hotspa run` was given, else their default. Raises
     `HotspaError` if a setting cannot be honoured."""
-    values, defaults = vars(args), {f.name: f.default for f in fields(HotSPaTrainingArguments)}
-    ours = {name: default for name, default in defaults.items() if name.startswith("hotspa_")}
+    values, ours = vars(args), {own.name: own.default for own in flag_fields()}
     for name, value in given_flags().items():
         if values.get(name, ours[name]) == ours[name]:
             setattr(args, name, value)
@@ -402,7 +406,7 @@ def launch_taken(args: Any) -> Iterator[None]:
         values.setdefault(name, default)
     given, mapping = values["deepspeed"], None
     if given:
-        mapping = map_config(read_config(given), values, defaults | {f.name: f.default for f in fields(args)})
+        mapping = map_config(read_config(given), values, ours | {f.name: f.default for f in fields(args)})
         for name, value in mapping.arguments.items():
             setattr(args, name, value)
     args._deepspeed, args.deepspeed = mapping, None
@@ -531,9 +535,8 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
     kind: Any = type(args)
     own: HotSPaTrainingArguments = _unfilled(kind)
     own.__dict__ = vars(args)
-    for ours in fields(HotSPaTrainingArguments):
-        if ours.name.startswith("hotspa_"):
-            own.__dict__.setdefault(ours.name, ours.default)
+    for ours in flag_fields():
+        own.__dict__.setdefault(ours.name, ours.default)
     given_arguments.refuse_launcher_settings()
     own.complete()
     if own.process_index == 0 and not is_active():

@@ -56,9 +56,8 @@ class ModelSource:
             if model is not None:
                 refuse_other_models(model)
             return model
-        if (
-            path is not None and isinstance(model, nn.Module) and not has_weights(model)
-        ):  # of `open_qlora`, or `hf-hotspa run`
+        # of `open_qlora`, or `hf-hotspa run`
+        if path is not None and isinstance(model, nn.Module) and not has_weights(model):
             refuse_other_models(model)
             self.folder = Path(path).expanduser()
             return model

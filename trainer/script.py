@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgu
 from hf_hotspa.callbacks.step_reports import ReportCallback
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, printable
+from hf_hotspa.parallel import backends
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.gain import measure_gain
 from hf_hotspa.trainer.given_arguments import flag, unknown_flag
@@ -125,7 +126,7 @@ def fine_tuning_defaults(given: Namespace) -> dict[str, Any]:
     defaults["output_dir"] = str(Path("out", name))
     if given.eval_dataset or given.eval_split:
         defaults["eval_strategy"] = "epoch"
-    if not given.use_cpu and not given.fp16 and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+    if not given.use_cpu and not given.fp16 and backends.gpu_has_bf16():
         defaults["bf16"] = True
     return defaults
 

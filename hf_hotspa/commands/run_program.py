@@ -22,24 +22,6 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.run_flags import VARIABLE
 
 SITE = Path(__file__).resolve().parent / "front" / "site"
-HELP = """\
-usage: hf-hotspa run [flags] -- COMMAND
-
-Runs a command that trains with a transformers.Trainer (or a subclass of any
-library), and trains its model over switched layouts. Nothing of the command is
-changed. Commands that train nothing do not change.
-
-  hf-hotspa run -- axolotl train config.yaml
-  hf-hotspa run --strategies dp8:4096,tp8:32768 -- swift sft --model ...
-  hf-hotspa run -- torchrun --nproc_per_node 8 train.py
-  hf-hotspa run -- accelerate launch --multi_gpu --num_processes 8 train.py
-
-flags of HotSPaTrainingArguments, with or without hotspa_ in front:
-  --strategies LIST     auto (default), or as in docs/strategies.md
-  --model-path FOLDER   where the program loads the model of this folder, each
-                        process reads its share alone
-  --overlong, --offload master, --mini-batch-size N, ... (docs/flags.md)
-"""
 
 
 def main(words: Sequence[str]) -> int:
@@ -105,10 +87,10 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
     from transformers import HfArgumentParser
 
     from hf_hotspa.strategy import parse_buckets
-    from hf_hotspa.trainer.arguments import AUTO, HotSPaTrainingArguments
+    from hf_hotspa.trainer.arguments import AUTO, HotSPaTrainingArguments, flag_fields
     from hf_hotspa.trainer.given_arguments import check_values, unknown_flag
 
-    own = [copy(field) for field in fields(HotSPaTrainingArguments) if field.name.startswith("hotspa_")]
+    own = [copy(field) for field in flag_fields()]
     kind: Any = make_dataclass("Flags", [(field.name, field.type, field) for field in own])
     parser = HfArgumentParser(kind, prog="hf-hotspa run", add_help=False, allow_abbrev=False, exit_on_error=False)
     try:

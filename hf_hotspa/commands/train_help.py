@@ -1,4 +1,4 @@
-"""The text of `hf-hotspa train --help`, with the flags that most runs need in groups, and of `hf-hotspa` alone.
+"""The text of `hf-hotspa train --help`, with the flags that most runs need in groups, of `run --help`, and of `hf-hotspa` alone.
 
 Plain text, so that help does not import torch and transformers. `train --help-all` lists every flag.
 """
@@ -67,4 +67,23 @@ processes
   --use_cpu             CPU processes
 
 --help-all lists all flags of TrainingArguments and of hf_hotspa.
+"""
+
+RUN_HELP = """\
+usage: hf-hotspa run [flags] -- COMMAND
+
+Runs a command that trains with a transformers.Trainer (or a subclass of any
+library), and trains its model over switched layouts. Nothing of the command is
+changed. Commands that train nothing do not change.
+
+  hf-hotspa run -- axolotl train config.yaml
+  hf-hotspa run --strategies dp8:4096,tp8:32768 -- swift sft --model ...
+  hf-hotspa run -- torchrun --nproc_per_node 8 train.py
+  hf-hotspa run -- accelerate launch --multi_gpu --num_processes 8 train.py
+
+flags of HotSPaTrainingArguments, with or without hotspa_ in front:
+  --strategies LIST     auto (default), or as in docs/strategies.md
+  --model-path FOLDER   where the program loads the model of this folder, each
+                        process reads its share alone
+  --overlong, --offload master, --mini-batch-size N, ... (docs/flags.md)
 """

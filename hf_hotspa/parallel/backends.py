@@ -48,6 +48,11 @@ def backend_for(device_type: str) -> str:
     return "nccl" if device_type == "cuda" else HOST
 
 
+def gpu_has_bf16() -> bool:
+    """Whether this process has a GPU that computes in bfloat16."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
 def abilities(group: dist.ProcessGroup | None = None) -> Abilities:
     """What the backend of a group can do; of the default group when None. Not collective."""
     return BACKENDS.get(name_of(group), _UNKNOWN)

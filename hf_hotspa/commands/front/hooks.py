@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_hotspa.commands.front import launch
+from hf_hotspa.commands.front import launch, programs
 from hf_hotspa.run_flags import given_flags, note_trainer, say
 
 Hook = Callable[[ModuleType], None]
@@ -35,11 +35,8 @@ def _models(module: ModuleType) -> None:
         path = given_flags().get("hotspa_model_path")
         if path is not None and name is not None and Path(str(name)).expanduser() == Path(path).expanduser():
             return _opened(path, kwargs)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (given := kwargs.get("device_map")) not in (
-            None,
-            "cpu",
-            "meta",
-        ):
+        given = kwargs.get("device_map")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and given not in (None, "cpu", "meta"):
             kwargs["device_map"] = {"": "cpu"} if kwargs.get("quantization_config") is not None else None
             say(f"device_map={given!r} is left out: each process keeps its copy of the model in host memory, and its "
                 "share on the device (--model-path FOLDER reads the share alone)")  # fmt: skip
@@ -90,8 +87,8 @@ def _trainers(module: ModuleType) -> None:
     init = stock.__init__
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from hf_hotspa.commands.front.programs import restore_forwards
         from hf_hotspa.errors import UnsupportedError
+        from hf_hotspa.trainer.replaced import library_of
         from hf_hotspa.trainer.trainer import SwitchedMixin, switched
 
         note_trainer()
@@ -104,8 +101,8 @@ def _trainers(module: ModuleType) -> None:
             say(f"{_name(cls)} trains as without hf-hotspa: {reason}")
             return object.__new__(cls)
         for given in (*args, *kwargs.values()):
-            restore_forwards(given)
-        say(f"{_name(cls)} trains over a switched model, by overrides in front of {_name(_behind(made))}")
+            programs.restore_forwards(given)
+        say(f"{_name(cls)} trains over a switched model, by overrides in front of {_name(library_of(cls))}")
         return object.__new__(made)
 
     @wraps(init)
@@ -125,25 +122,15 @@ def _name(cls: type) -> str:
     return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
 
 
-def _behind(made: type) -> type:
-    """The library's trainer that our overrides stand in front of."""
-    order = made.__mro__
-    at = max(i for i, cls in enumerate(order) if cls.__module__.startswith("hf_hotspa"))
-    return order[at + 1]
-
-
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def _hooks() -> dict[str, Hook]:
-    from hf_hotspa.commands.front.programs import HOOKS
-
-    return {
-        "transformers.modeling_utils": _models,
-        "transformers.training_args": _arguments,
-        "transformers.trainer": _trainers,
-        **HOOKS,
-    }
+_HOOKS: dict[str, Hook] = {
+    "transformers.modeling_utils": _models,
+    "transformers.training_args": _arguments,
+    "transformers.trainer": _trainers,
+    **programs.HOOKS,
+}
 
 
 class _Hooked(Loader):
@@ -164,7 +151,7 @@ class _Hooked(Loader):
         return getattr(self._loader, name)
 
 
-class _Finder(MetaPathFinder):
+class HookFinder(MetaPathFinder):
     """Adds the hooks to the specs that the other finders find."""
 
     def __init__(self, hooks: Mapping[str, Hook]) -> None:
@@ -184,4 +171,4 @@ class _Finder(MetaPathFinder):
 
 def install() -> None:
     """Waits for the modules to be imported."""
-    sys.meta_path.insert(0, _Finder(_hooks()))
+    sys.meta_path.insert(0, HookFinder(_HOOKS))

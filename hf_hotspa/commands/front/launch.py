@@ -33,15 +33,11 @@ def take() -> None:
                 _ask_for_fsdp()
             elif name == "ACCELERATE_USE_DEEPSPEED":
                 stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0"))
-                ask(
-                    "deepspeed",
-                    os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or {"zero_optimization": {"stage": stage}},
-                )
+                file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+                ask("deepspeed", file or {"zero_optimization": {"stage": stage}})
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp16":
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if has_bf16() else "no"
-        say(
-            f"the environment asks for fp16: {os.environ['ACCELERATE_MIXED_PRECISION']} instead, as losses are not scaled"
-        )
+        instead = os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if _has_bf16() else "no"
+        say(f"the environment asks for fp16: {instead} instead, as losses are not scaled")
 
 
 def _ask_for_fsdp() -> None:
@@ -66,7 +62,7 @@ def replace(values: MutableMapping[str, Any]) -> None:
             say(f"{name}={values[name]!r} is ignored: {why}")
             values[name] = False
     if values.get("fp16"):
-        values["fp16"], values["bf16"] = False, bool(values.get("bf16")) or has_bf16()
+        values["fp16"], values["bf16"] = False, bool(values.get("bf16")) or _has_bf16()
         say(f"fp16=True: {'bf16' if values['bf16'] else 'fp32'} instead, as losses are not scaled")
     if values.get("activation_offloading"):
         say(f"activation_offloading={values['activation_offloading']!r}: layers are recomputed instead (+rc)")
@@ -81,8 +77,7 @@ _IGNORED = {
 }
 
 
-def has_bf16() -> bool:
-    """Whether the GPU of this process computes in bfloat16."""
-    import torch
+def _has_bf16() -> bool:
+    from hf_hotspa.parallel.backends import gpu_has_bf16  # imports torch
 
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return gpu_has_bf16()

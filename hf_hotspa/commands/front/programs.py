@@ -17,7 +17,7 @@ from hf_hotspa.run_flags import say
 
 # Keys of its config by what becomes of them: plugins and keys that patch layers or the loss, kernels that it switches on by
 # itself, and degrees.
-_AXOLOTL = json.loads(Path(__file__).with_name("axolotl.json").read_text())
+_KEYS = Path(__file__).with_name("axolotl.json")
 
 
 def _axolotl(module: ModuleType) -> None:
@@ -34,22 +34,21 @@ def _axolotl(module: ModuleType) -> None:
 
 def adapt_axolotl(cfg: Any) -> None:
     """Changes a config of axolotl (a dictionary) in place."""
-    plugins, dropped = tuple(_AXOLOTL["plugins"]), tuple(_AXOLOTL["dropped"])
+    keys = json.loads(_KEYS.read_text())
+    plugins, dropped = tuple(keys["plugins"]), tuple(keys["dropped"])
     if patching := [name for name in cfg.get("plugins") or () if name.endswith(plugins)]:
         cfg["plugins"] = [name for name in cfg["plugins"] if name not in patching]
         say(f"left out, as no logits of a whole row exist and layers keep their own code: {', '.join(patching)}")
     for name in [name for name in cfg if name.startswith(dropped)]:
         cfg.pop(name)
-    if kernels := [name for name in _AXOLOTL["off"] if cfg.get(name)]:
+    if kernels := [name for name in keys["off"] if cfg.get(name)]:
         say(f"left out, as layers keep their own code: {', '.join(kernels)}")
-    cfg.update(dict.fromkeys(_AXOLOTL["off"], False))
-    checkpointing = cfg.get("gradient_checkpointing")
-    if cfg.pop("activation_offloading", None) or (
-        isinstance(checkpointing, str) and checkpointing.startswith("offload")
-    ):
+    cfg.update(dict.fromkeys(keys["off"], False))
+    offloads = str(cfg.get("gradient_checkpointing")).startswith("offload")
+    if cfg.pop("activation_offloading", None) or offloads:
         say("activation_offloading: layers are recomputed instead (+rc)")
         cfg["gradient_checkpointing"] = True
-    for name in _AXOLOTL["degrees"]:
+    for name in keys["degrees"]:
         if (degree := cfg.pop(name, None)) not in (None, 1):
             say(f"{name}: {degree} is left out: the strategies give the degrees")
     cfg["experimental_skip_move_to_device"] = True  # it stays in host memory
@@ -111,9 +110,8 @@ def _no_patches(*beginnings: str) -> Callable[[ModuleType], None]:
     def hook(module: ModuleType) -> None:
         def nothing(name: str) -> Callable[..., Any]:
             def unpatched(model: Any = None, *_: Any, **__: Any) -> Any:
-                say(
-                    f"{module.__name__.partition('.')[0]}.{name} does nothing: no logits of a whole row exist, and layers keep their code"
-                )
+                patched = f"{module.__name__.partition('.')[0]}.{name}"
+                say(f"{patched} does nothing: no logits of a whole row exist, and layers keep their code")
                 return model
 
             return unpatched

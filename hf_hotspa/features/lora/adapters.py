@@ -138,9 +138,8 @@ def read_adapters(model: nn.Module) -> Adapters | None:
             fix="make it with get_peft_model and one config; remove others with model.delete_adapter(...)",
         )
     [(name, config)] = configs.items()
-    if (
-        not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA
-    ):  # others derive from it, such as AdaLoRA's
+    # configs of other kinds derive from it, such as AdaLoRA's
+    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise UnsupportedError(
             f"the adapter {name!r} is of the kind {kind} ({type(config).__name__})", why=_WHY, fix="use a LoraConfig"
@@ -153,17 +152,22 @@ def read_adapters(model: nn.Module) -> Adapters | None:
             raise UnsupportedError(f"the LoRA config has {option}={value!r}", why=why, fix=fix)
     _refuse_idle(model, name, config)
     _refuse_resized(model, config)
-    more = {each.name for each in fields(config)} - {each.name for each in fields(LoraConfig)}
-    given, config = (
-        config,
-        object.__new__(LoraConfig),
-    )  # a front end's class may have more, which changes what PEFT makes
-    config.__dict__.update({key: copy.deepcopy(value) for key, value in vars(given).items() if key not in more})
+    config = _plain(config)
     config.init_lora_weights = False  # the values come from the model; inits such as PiSSA read the base weights
     config.inference_mode = False
     bare = bare_model(model)[0]
     parameters = {path: module.parameter_name for path, module in bare.named_modules() if is_of_parameter(module)}
     return Adapters(name, config, _scalings(bare, name), parameters)
+
+
+def _plain(given: "LoraConfig") -> "LoraConfig":
+    """A copy as PEFT's own class: a front end's may have more fields, which change what PEFT makes."""
+    from peft import LoraConfig
+
+    more = {field.name for field in fields(given)} - {field.name for field in fields(LoraConfig)}
+    plain = object.__new__(LoraConfig)
+    plain.__dict__.update({key: copy.deepcopy(value) for key, value in vars(given).items() if key not in more})
+    return plain
 
 
 def _refuse_bare_tuners(model: nn.Module) -> None:
