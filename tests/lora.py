@@ -13,6 +13,9 @@ KNOWN = (*DENSE, MIXTURE)
 FAMILIES = ("llama_gqa_bias", "qwen3_qk_norm_tied", "phi3_fused")
 """Fewer key/value heads than tp and biases; q/k norms and tied embeddings; fused projections."""
 
+BESIDE = ("lora_embedding", "magnitude", "modules_to_save", "tokens_delta")
+"""Parts of the names of what an adapter trains beside its factors."""
+
 
 def tiny_lora(
     family: str,
@@ -40,6 +43,8 @@ def tiny_lora(
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+            elif any(kind in name for kind in BESIDE):  # else they would equal what they replace, or scale it by 1
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
     return adapted.train()
 
 

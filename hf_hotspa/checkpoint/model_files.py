@@ -71,9 +71,24 @@ Entries = list[tuple[TensorRecord, Any]]  # tensors in the order of writing, eac
 Shards = list[tuple[str, Entries]]  # the files of a model: name and tensors
 
 
+_IN_PEFT_FILES = (
+    (r"\.(lora_[AB])\.[^.]+\.(?=weight$|bias$)", r".\1."),
+    (r"\.(lora_embedding_[AB]|trainable_tokens_delta)\.[^.]+$", r".\1"),
+    (r"\.lora_magnitude_vector\.[^.]+\.weight$", ".lora_magnitude_vector"),
+    (r"\.modules_to_save\.[^.]+\.", "."),
+)
+
+
 def adapter_name(name: str) -> str:
     """Returns the name in PEFT's files, without the adapter's name, of a name in `PeftModel.named_parameters`."""
-    return re.sub(r"\.(lora_[AB])\.[^.]+\.(?=weight$)", r".\1.", name)
+    for pattern, replacement in _IN_PEFT_FILES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def adapter_names(name: str, tied: Sequence[str]) -> list[str]:
+    """Returns all names in PEFT's files of a parameter that has several in memory: a trained copy is saved for each."""
+    return [adapter_name(each) for each in (name, *tied) if each == name or ".modules_to_save." in each]
 
 
 def folder_of(model: Any) -> str:
@@ -124,6 +139,7 @@ class ModelWeights:
         else:
             state = saved_state(model)
         weights = [name for spec in parameters for name in (spec.name, *spec.tied_names)]
+        self._tied = {spec.name: spec.tied_names for spec in parameters}
         self._buffers = {name: state[name] for name in sorted(state.keys() - set(weights))}
         names = [*(name for name in weights if name in state), *self._buffers]
         empty = {name: torch.empty_like(state[name], device="meta") for name in names}
@@ -179,7 +195,7 @@ class ModelWeights:
 
     def _saved(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._adapted:
-            return {adapter_name(name): tensor}
+            return dict.fromkeys(adapter_names(name, self._tied[name]), tensor)
         return dict(revert_weight_conversion(self._model, {name: tensor})) if self._converts else {name: tensor}
 
     def _is_convertible(self, empty: dict[str, Tensor]) -> bool:
@@ -334,8 +350,11 @@ def _check_unused(target: Path) -> None:
 def _from_masters(checkpoint: Path, manifest: Manifest, dtype: str | None) -> tuple[Entries, Callable[[Any], Buffer]]:
     reader, entries = ShareReader(checkpoint, manifest), Entries()
     for parameter in manifest.parameters:
-        name = adapter_name(parameter.name) if manifest.is_adapter else parameter.exported_name
-        entries.append((TensorRecord(name, dtype or parameter.model_dtype, parameter.shape), parameter))
+        names = [parameter.exported_name]
+        if manifest.is_adapter:
+            names = adapter_names(parameter.name, parameter.tied_names)
+        kind = dtype or parameter.model_dtype
+        entries += [(TensorRecord(name, kind, parameter.shape), parameter) for name in names]
     entries += named_tensors(saved_tensors(checkpoint, manifest, BUFFERS))
 
     def data(source: SavedParameter | Tensor) -> Buffer:
@@ -426,6 +445,9 @@ def merge(
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        if None not in ends and ends[0].weight is not ends[1].weight:  # one of tied weights was trained alone
+            model.config.tie_word_embeddings = False
         model.save_pretrained(merged, max_shard_size=max_shard_bytes)
         for file in files.iterdir():  # such as the tokenizer
             if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _CARD_FILE) and file != adapter:

@@ -1,7 +1,7 @@
 """The states of a process's random number generators as plain JSON: Python, numpy, torch, and the CUDA device.
 
-One file a rank. With another number of ranks, rank r restores the states of rank `r mod saved ranks`: training without
-dropout draws no numbers, so this only has to be defined.
+One file a rank. With another number of ranks, rank r restores the states of rank `r mod saved ranks`: training draws
+no numbers from them unless a model's code does, so this only has to be defined.
 """
 
 import base64

@@ -29,7 +29,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from hf_hotspa.checkpoint.format.disk import read_object
 from hf_hotspa.checkpoint.format.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, STATE_FOLDER, TRAINER_STATE
-from hf_hotspa.checkpoint.model_files import adapter_name
+from hf_hotspa.checkpoint.model_files import adapter_names
 from hf_hotspa.checkpoint.rng import set_generators
 from hf_hotspa.checkpoint.tensors import CPU_ADAM, HERE_AND_NOW, load_optimizer, names_in_groups
 from hf_hotspa.engine.master import MasterShare, MasterStore, bare_optimizer
@@ -273,10 +273,15 @@ def _epochs(step: int, rows: int, steps_in_epoch: int, per_device: int, mini_bat
 def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
     """Fills this rank's share of the trained weights from a PEFT file. Raises `ResumeError`: the file holds another
     adapter. Raises `DamagedCheckpointError`: it cannot be read."""
-    trained = {adapter_name(name): share for name, share in master.shares.items() if share.spec.trainable}
+    trained = {
+        saved: share
+        for name, share in master.shares.items()
+        for saved in adapter_names(name, share.spec.tied_names)
+        if share.spec.trainable
+    }
     differences = itertools.chain(
         (name for name in trained if name not in files.tensors),
-        (name for name in files.tensors if name not in trained),
+        (name for name in files.tensors if name not in trained and not _is_frozen(name, files, master)),
         (name for name in trained if files.tensors[name].shape != trained[name].spec.shape),
     )
     for name in differences:
@@ -288,6 +293,17 @@ def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
     for saved, (spec, start, stop, *_) in trained.items():
         if stop > start:
             master.parameters[spec.name].copy_(files.read(saved, spec.shard_dim, start, stop))
+
+
+def _is_frozen(name: str, files: WeightFiles, master: MasterStore) -> bool:
+    """Whether a tensor is a frozen weight of the run: PEFT saves a copy of an embedding's with an adapter."""
+    share = master.shares.get(name)
+    if share is None or share.spec.trainable or files.tensors[name].shape != share.spec.shape:
+        return False
+    own = master.parameters[name]
+    return share.stop <= share.start or torch.equal(
+        files.read(name, share.spec.shard_dim, share.start, share.stop).to(own), own
+    )
 
 
 PICKLED_ARGUMENTS = "training_args.bin"

@@ -48,7 +48,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         end_all: Callable[[PhaseBatch, str, BaseException], NoReturn],
         load_facts: Callable[[], dict[str, str]],  # what else the ranks must agree on before weights are loaded
         store: MasterStore | None = None,  # replaces the master store: a second, frozen model of the same shape
-        training: bool = False,  # whether the model is in training mode, with the dropout of the step
+        training: bool = False,  # whether the model is in training mode, with the masks of the step
         step: int = 0,  # mini-batches before this one in the run
     ) -> None:
         self._phases, self._agreement, self._groups, self._load_facts = phases, agreement, groups, load_facts

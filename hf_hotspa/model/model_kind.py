@@ -25,7 +25,7 @@ from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
 from hf_hotspa.model.layer_kind import LayerKind
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
-from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, unwrapped_modules
+from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, replaced_modules, unwrapped_modules
 from hf_hotspa.seam import hooks
 
 _FIX = "pass what AutoModelForCausalLM.from_config or from_pretrained returns, or a subclass of such a model"
@@ -139,11 +139,15 @@ def text_base(model: PreTrainedModel) -> str | None:
 
 
 def of_text(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Returns whether a parameter, buffer or module, by name, is in the language half; true for text models."""
+    """Returns whether a parameter, buffer or module, by name, is in the language half (true for text models), and is not
+    replaced by a trained copy."""
+    replaced = replaced_modules(model)
     if (base := text_base(model)) is None:
-        return lambda name: True
+        return lambda name: not f"{name}.".startswith(replaced)
     outer = f"{base.partition('.')[0]}."
-    return lambda name: not name.startswith(outer) or f"{name}.".startswith(f"{base}.")
+    return lambda name: (
+        not f"{name}.".startswith(replaced) and (not name.startswith(outer) or f"{name}.".startswith(f"{base}."))
+    )
 
 
 def other_half(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -347,7 +351,7 @@ def _own_attention(layers: Sequence[nn.Module], kinds: Sequence[LayerKind]) -> s
 # Features find them (hook `describe`). Their parameters are in the parameter vector, cut where the weight beside them is cut.
 # A replica has the same modules, on its shards.
 
-INPUTS, OUTPUTS = "inputs", "outputs"
+INPUTS, OUTPUTS, NEITHER = "inputs", "outputs", "neither"
 """The dim that an added parameter shares with the weight beside it, and along which it is cut like that weight. If the
 weight is cut along the other one, every shard holds the complete parameter, with a part of its gradient."""
 
@@ -359,6 +363,7 @@ class AddedModules(Protocol):
         name: Its name in the user's model.
         rank: The width of what is added to a weight, for plans.
         scalings: The factor of each added module's output, by the name of its layer in the transformers model.
+        inside: Where each wrapper has the layer that it runs, by the wrapper's name in the transformers model.
         ep_unsupported_reason: Why fused experts cannot be divided over ranks beside them, or None.
     """
 
@@ -369,6 +374,8 @@ class AddedModules(Protocol):
     @property
     def scalings(self) -> Mapping[str, float]: ...
     @property
+    def inside(self) -> Mapping[str, str]: ...
+    @property
     def ep_unsupported_reason(self) -> str | None: ...
 
     def digest(self) -> str:
@@ -376,7 +383,7 @@ class AddedModules(Protocol):
 
     def beside(self, name: str) -> tuple[str, str | None]:
         """The parameter that a name of the transformers model stands for under tensor parallelism, by its name in a model
-        without added modules, and `INPUTS` or `OUTPUTS` for an added one. Any other name unchanged, and None."""
+        without added modules, and `INPUTS`, `OUTPUTS` or `NEITHER` for an added one. Any other name unchanged, and None."""
 
     def put(self, model: nn.Module) -> None:
         """Puts the modules, on the meta device, into a model freshly built by its class from its config."""

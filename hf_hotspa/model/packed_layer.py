@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hotspa.layout.vector import ParameterSpec
+from hf_hotspa.parallel.wrapped_model import replaced_modules
 from hf_hotspa.seam import hooks
 
 
@@ -20,6 +21,9 @@ class Product(Protocol):
     def cut(self, dim: int, rows: Sequence[tuple[int, int]], held_whole: bool) -> None:
         """Makes it the product with a shard: these rows of the weight along the cut dim. With `held_whole` the rank holds
         the complete packed weight, and slices the plain one."""
+
+    def weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The plain weight of the shard, made for the call, in a dtype; in its original one when None."""
 
 
 class PackedLayer(Protocol):
@@ -81,15 +85,19 @@ def products(modules: Mapping[str, Any], layers: Mapping[str, PackedLayer]) -> d
 def stored_tensors(
     model: nn.Module, remove_duplicate: bool = True, only_frozen: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model as `named_parameters`, detached; packed weights as the tensors that hold them.
+    """The parameters of a model as `named_parameters`, detached, without those that no forward reads, as trained copies
+    replace them; packed weights as the tensors that hold them.
 
     `only_frozen` leaves out trained parameters, whose values may be unreadable in training.
     """
-    packed = packed_layers(model)
-    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+    packed, replaced, seen = packed_layers(model), replaced_modules(model), set[int]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         module, _, leaf = name.rpartition(".")
-        if only_frozen and parameter.requires_grad:
+        if (only_frozen and parameter.requires_grad) or name.startswith(replaced):
             continue
+        if remove_duplicate and id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
         if leaf == "weight" and module in packed:
             for own, tensor in packed[module].stored(model.get_submodule(module), module):
                 yield f"{module}.{own}", tensor

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_kind import keep_text
 from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
+from hf_hotspa.parallel.wrapped_model import base_layer, place_inside, read_parameters
 from hf_hotspa.plan.units import Units, name_of_unit
 from hf_hotspa.strategy import Strategy
 
@@ -49,7 +50,8 @@ def take_hidden_state(base: PreTrainedModel, embeddings: tuple[str, ...]) -> Non
     for name in dropouts:
         setattr(base, name, PassThrough())
     for name in embeddings:
-        setattr(base, name, None if isinstance(getattr(base, name), nn.Embedding) else PassThrough())
+        is_table = isinstance(base_layer(getattr(base, name)), nn.Embedding)
+        setattr(base, name, None if is_table else PassThrough())
     for name in _MULTIPLIERS:
         if isinstance(getattr(base, name, None), int | float):
             setattr(base, name, 1.0)
@@ -145,9 +147,11 @@ def modules_of_units(
     """Yields the modules outside the decoder layers whose call needs the weights of a unit, with the unit; `unit_of`
     maps a parameter to its unit, None if it stays loaded."""
     inside = {id(module) for layer in layers for module in layer.modules()}
-    for module in model.modules():
+    for module in model.modules():  # parents come first
         if id(module) not in inside:
-            units = dict.fromkeys(map(unit_of, module.parameters(recurse=False)))
+            if place_inside(module) is not None:  # a wrapper may read the weights without a call of the modules inside
+                inside |= set(map(id, module.modules()))
+            units = dict.fromkeys(map(unit_of, read_parameters(module)))
             yield from ((unit, module) for unit in units if unit is not None)
 
 
@@ -206,8 +210,9 @@ def _units_met(model: Any, base: str, layers: str, unit_of: Mapping[str, int]) -
     for index, layer in enumerate(places):
         places[index] = _InPlaceOfALayer(layer)
         places[index].register_forward_pre_hook(partial(meet, index))
-    units = {id(parameter): unit_of.get(name) for name, parameter in probe.named_parameters()}
-    for unit, module in modules_of_units(probe, list(places), lambda parameter: units[id(parameter)]):
+    named = probe.named_parameters(remove_duplicate=False)
+    units = {id(parameter): unit_of[name] for name, parameter in named if name in unit_of}
+    for unit, module in modules_of_units(probe, list(places), lambda parameter: units.get(id(parameter))):
         module.register_forward_pre_hook(partial(meet, unit))
     with torch.device("cpu"):
         pack = PackedSequences((2,), torch.tensor([0, 2], dtype=torch.int32))

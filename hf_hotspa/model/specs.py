@@ -88,8 +88,8 @@ class ModelDescription:
 
     def weight_of(self, module: str) -> str:
         """Returns the vector's name of the weight of a module of `styles`; of a layer with added modules, its base's."""
-        inside = ".base_layer" if self.added is not None and module in self.added.scalings else ""
-        return f"{self.prefix}{module}{inside}.weight"
+        inside = self.added.inside.get(module) if self.added is not None else None
+        return f"{self.prefix}{module}{f'.{inside}' if inside else ''}.weight"
 
     def local_heads(self, tp: int, shard: int) -> dict[str, tuple[int, int, int]]:
         """Returns a shard's first query head, query heads and key/value heads, by attention module with cut heads."""
@@ -346,7 +346,7 @@ def _shape(structure: _Structure) -> ModelShape:
         num_key_value_heads=kv_heads,
         hidden_size=text.hidden_size,
         attention_size=heads * (config_value(text, "head_dim") or text.hidden_size // heads),
-        vocab_size=model.get_parameter(f"{structure.input_embedding}.weight").shape[0],
+        vocab_size=plan.modules[structure.input_embedding].weight.shape[0],
         layer_parameters=sum(vector.layer_costs) // num_layers,
         max_position_embeddings=most if most is None or counted is None else most - counted - 1,
         has_tp_plan=plan.has_plan,
@@ -409,7 +409,7 @@ def _parameter_vector(structure: _Structure) -> ParameterVector:
             specs.append(replace(spec, experts=fused.get(module, 0) if shared is None else 0))
         if unit >= 0 and shared is None:
             costs[unit] += numel  # the cost of added modules is negligible
-    return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
+    return build_vector(specs, costs, head_cost=structure.plan.modules[structure.head].weight.numel())
 
 
 def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
@@ -419,7 +419,7 @@ def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
     is_head_bias = name == f"{head}.bias" and all(
         f"{head}.".startswith(f"{other.removesuffix('.bias')}.") for other in tied
     )
-    if tied and {name, *tied} != ends and not is_head_bias:
+    if tied and {structure.beside(each)[0] for each in (name, *tied)} != ends and not is_head_bias:
         raise ModelError(
             f"parameters {[name, *tied]} are tied; only input and output embeddings may be, and a bias of the head"
         )
@@ -457,7 +457,7 @@ def _spec(name: str, tied: tuple[str, ...], parameter: nn.Parameter, unit: int, 
         partial_gradient=is_partial,
         trainable=parameter.requires_grad,
         tied_names=tuple(prefix + other for other in tied),
-        in_head=f"{structure.head}.weight" in tied,
+        in_head=any(other.startswith(f"{structure.head}.") for other in tied),
         frozen_dtype=None if parameter.requires_grad else dtype_name(parameter.dtype),
     )
 

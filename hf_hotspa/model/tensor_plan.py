@@ -179,6 +179,8 @@ class TensorPlan:
         """The input dim of a matrix, or of the matrices of fused experts."""
         module, _, leaf = name.rpartition(".")
         experts = self.modules[module]
+        if isinstance(experts, nn.Embedding):
+            return 0
         return 1 if getattr(experts, leaf).dim() == 2 or experts.is_transposed else 2
 
     def _planned(self, name: str) -> str | None:

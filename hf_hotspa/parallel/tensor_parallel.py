@@ -146,7 +146,8 @@ def wrap(
     module.forward = partial(_wrapped, forward=forward or module.forward, enter=enter, leave=leave)
 
 
-def _product(x: Tensor, *, linear: nn.Linear) -> Tensor:
+def plain_product(x: Tensor, *, linear: nn.Linear) -> Tensor:
+    """`x W^T` of a linear layer, without its bias; an attachment may have replaced the product."""
     own: OnTensor | None = getattr(linear, "hotspa_product", None)  # of an attachment
     return functional.linear(x, linear.weight) if own is None else own(x)
 
@@ -163,7 +164,7 @@ def wrap_rowwise(module: nn.Module, sum_of: OnTensor, enter: OnTensor | None = N
     sum over the group. `enter`: applied to its input.
     """
     linear = cast(nn.Linear, base_layer(module))
-    product: Callable[..., Any] = partial(_product, linear=linear)
+    product: Callable[..., Any] = partial(plain_product, linear=linear)
     if linear is not module:
         linear.forward = product
         product = module.forward
@@ -180,10 +181,11 @@ def wrap_embedding(module: Any, widths: tuple[int, ...], shard: int, sum_of: OnT
     """Makes an embedding look up the rows of its shard of the vocabulary (`widths`: of each shard), and add up the shards'
     results with the differentiable `sum_of`."""
     first_row, num_rows = sum(widths[:shard]), widths[shard]
-    padding = module.padding_idx
+    table: Any = base_layer(module)
+    padding = table.padding_idx
     # the padding row's gradient is zero; its local index exists on one shard only
     inside = padding is not None and first_row <= padding < first_row + num_rows
-    module.padding_idx = padding - first_row if inside else None
+    table.padding_idx = padding - first_row if inside else None
     place = {"first_row": first_row, "num_rows": num_rows}
     module.forward = partial(_embedding, forward=module.forward, sum_of=sum_of, **place)
 

@@ -1,4 +1,5 @@
-"""Models and layers inside wrappers: PEFT's models around a transformers model, and its layers around a frozen layer."""
+"""Models and layers inside wrappers: PEFT's models around a transformers model, its layers around a frozen layer, and its
+trained copies in the place of one."""
 
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from typing import Any
 from torch import nn
 
 BASE = "base_layer"  # the name of the layer inside a wrapper
+_REPLACED = "original_module"  # the name of a layer whose trained copy is used instead
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -23,9 +25,39 @@ def bare_model(model: nn.Module) -> tuple[Any, str]:
     return bare, next((f"{name}." for name, module in model.named_modules() if module is bare), "")
 
 
+def place_inside(module: nn.Module) -> str | None:
+    """The name, in a wrapper, of the layer that it runs: the wrapped one, or its trained copy. None for another module."""
+    children = module._modules
+    if children.get(BASE) is not None:
+        return BASE
+    if children.get("token_adapter") is not None:
+        return f"token_adapter.{BASE}"
+    if _REPLACED in children and "modules_to_save" in children:
+        wrapper: Any = module
+        return next((f"modules_to_save.{name}" for name in wrapper.active_adapters), _REPLACED)
+    return None
+
+
 def base_layer(module: nn.Module) -> nn.Module:
-    """The layer inside one or several nested wrappers; any other module unchanged."""
-    return module if (inside := getattr(module, BASE, None)) is None else base_layer(inside)
+    """The layer that one or several nested wrappers run; any other module unchanged."""
+    return module if (place := place_inside(module)) is None else base_layer(module.get_submodule(place))
+
+
+def replaced_modules(model: nn.Module) -> tuple[str, ...]:
+    """The prefixes of parameters of layers whose trained copies are used instead: no forward reads them."""
+    return tuple(
+        f"{name}.{_REPLACED}.".lstrip(".")
+        for name, module in model.named_modules()
+        if (place_inside(module) or _REPLACED).startswith("modules_to_save.")
+    )
+
+
+def read_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that a call of a module reads by itself: its own, or of a wrapper all, except replaced ones."""
+    if place_inside(module) is None:
+        yield from module.parameters(recurse=False)
+    else:
+        yield from (p for name, p in module.named_parameters() if not name.startswith(f"{_REPLACED}."))
 
 
 def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -195,8 +195,12 @@ class AdapterLayers:
         scaled = added.scalings if added else ()
         self._layers: dict[str, Any] = {path: bare.get_submodule(path) for path in scaled}
         self.exist = bool(self._layers)  # whether there are any
-        every = (named for part in engine.part_models for named in part.named_modules()) if added else ()
+        every = [named for part in engine.part_models for named in part.named_modules()] if added else []
         self._replicas: list[tuple[str, Any]] = [(path, layer) for path, layer in every if path in self._layers]
+        inside = added.inside if added else {}
+        rows = {f"{path}{end}" for path in inside.keys() - self._layers.keys() for end in ("", ".token_adapter")}
+        self._rows: list[Any] = [layer for path, layer in every if path in rows and hasattr(layer, "_disable_adapters")]
+        self._copies = sorted(path for path, place in inside.items() if place.startswith("modules_to_save."))
         self._scalings = self._now()
 
     def _now(self) -> dict[str, float]:
@@ -220,6 +224,12 @@ class AdapterLayers:
                 why="replicas switch all LoRA layers together",
                 fix="change single layers with set_scale, scale_layer or requires_grad",
             )
+        elif off and self._copies:
+            error = UnsupportedError(
+                f"the adapter is switched off, or merged, and trains copies of {_some(self._copies)}",
+                why="replicas have the trained copies, not the layers that they replace",
+                fix="give the reference as a separate model (ref_model), or leave modules_to_save out",
+            )
         elif words and in_step:
             error = UnsupportedError(
                 f"the adapter was changed within a step{words}",
@@ -237,6 +247,8 @@ class AdapterLayers:
         for path, layer in self._replicas:
             layer._disable_adapters = not on
             layer.scaling[self._name] = self._scalings[path]
+        for layer in self._rows:
+            layer._disable_adapters = not on
 
 
 def nothing_to_train(adapters: bool, rank: int) -> HotspaError:

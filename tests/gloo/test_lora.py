@@ -33,7 +33,8 @@ CASES = {
 def trained_gradients(model, rows):
     """The reference loss, and the gradients of what is trained."""
     loss, gradients = reference_step(model, rows)
-    return loss, {name: gradients[name] for name, p in model.named_parameters() if p.requires_grad}
+    named = model.named_parameters(remove_duplicate=False)
+    return loss, {name: gradients[name] for name, p in named if p.requires_grad}
 
 
 def step_error(engine, model, rows):

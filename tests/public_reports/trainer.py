@@ -515,7 +515,6 @@ def of_one_length(kit: Kit) -> Any:
     return stream([{"input_ids": row, "labels": row} for row in rows])
 
 
-_LEAVE_OUT = "leave it out, or train the full model"
 REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 27161", Move(
         "label smoothing with a LoRA adapter: labels are shifted",
@@ -556,12 +555,10 @@ REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 24832", Move("`trainer.evaluate` of a dictionary, with a custom prefix", evaluate_a_dictionary)),
     ("transformers 19957", Move("`metric_for_best_model` that no evaluation reports: an error that lists the available ones", unknown_metric)),
     ("transformers 24252", Move(
-        "LoRA with `modules_to_save`, resumed from a checkpoint", modules_to_save_resumed,
-        left=True, error="modules_to_save", instead=_LEAVE_OUT)),
+        "LoRA with `modules_to_save`, resumed from a checkpoint", modules_to_save_resumed)),
     ("peft 2864", Move(
         "new tokens trained by `trainable_token_indices`, with tied embeddings",
-        lambda kit: run(kit, given={"model": tiny_lora("qwen3_qk_norm_tied", target_modules=["q_proj"], trainable_token_indices=[5, 6])}),
-        left=True, error="trainable_token_indices", instead=_LEAVE_OUT)),
+        lambda kit: run(kit, given={"model": tiny_lora("qwen3_qk_norm_tied", target_modules=["q_proj"], trainable_token_indices=[5, 6])}))),
     ("transformers 43598", Move(
         "a column that the model does not take, kept by `_set_signature_columns_if_needed` for a `compute_loss`", columns_kept)),
     ("transformers 7823", Move("rows of text, which the collator tokenizes, with `remove_unused_columns=False`", collator_tokenizes)),

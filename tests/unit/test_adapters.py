@@ -29,13 +29,9 @@ def adapted(**changes):
 
 
 REFUSED = {
-    "use_dora": {"use_dora": True},
-    "lora_bias": {"lora_bias": True},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
-    "trainable_token_indices": {"trainable_token_indices": [3]},
+    "modules_to_save": {"modules_to_save": ["mlp"], "target_modules": ["q_proj"]},
     "layer_replication": {"layer_replication": [[0, 4], [2, 4]]},
-    "the head": {"target_modules": ["lm_head"]},
-    "an embedding": {"target_modules": ["embed_tokens"]},
+    "the head 'lm_head' has lora_dropout=0.1": {"target_modules": ["lm_head"], "lora_dropout": 0.1},
     "MiCALinearVariant": {"init_lora_weights": "mica"},
 }
 

@@ -293,9 +293,9 @@ def use_keyed_dropout(
     for name, module in dropouts:
         features, width = None, hidden_size if tensor is not None else None
         if _LORA in name:
-            spec = specs[f"{name.replace(_LORA, _LORA_A)}.weight"]
-            width = spec.shape[1]
-            if tensor is not None and spec.shard_dim == 1:
+            spec = specs.get(f"{name.replace(_LORA, _LORA_A)}.weight")  # none of an embedding, which drops nothing
+            width = spec.shape[1] if spec is not None else None
+            if tensor is not None and spec is not None and spec.shard_dim == 1:
                 features = torch.cat([torch.arange(low, high) for low, high in rows(spec)])
         model.set_submodule(name, KeyedDropout(name, module.p, masks, features, width))
     return bool(dropouts)

@@ -9,6 +9,10 @@ Where tensor parallelism cuts W, the adapter follows it:
   gradient that is a part of the sum. The sum over shards is linear, so one all-reduce of `W_t x_t + s B A_t x_t` serves base
   and adapter.
 
+On an embedding A is [r, V] and B [h, r], cut as on a layer whose inputs are tokens. The vectors of DoRA and biases of B belong
+to the outputs (`variants`). Trained copies (`modules_to_save`) are parameters like those that they replace, and single rows of
+the embedding (`trainable_token_indices`) are on every shard, which uses the rows of its tokens.
+
 For fused experts (`target_parameters`), [E, out, in] or [E, in, out], PEFT adapts the weights themselves: W + s B A for each
 expert, with A [E r, in] and B [out, r E] of all experts, which follow the cut of W in the same way.
 
@@ -21,43 +25,38 @@ import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.model.model_kind import INPUTS, OUTPUTS
+from hf_hotspa.model.model_kind import INPUTS, NEITHER, OUTPUTS
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.tensor_plan import is_fused
-from hf_hotspa.parallel.wrapped_model import BASE, bare_model, base_layer, is_wrapped
+from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, is_wrapped, place_inside
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_SHARED = {"lora_A": INPUTS, "lora_B": OUTPUTS}
+_SHARED = {
+    "lora_A": INPUTS,
+    "lora_B": OUTPUTS,
+    "lora_embedding_A": INPUTS,
+    "lora_embedding_B": OUTPUTS,
+    "lora_magnitude_vector": OUTPUTS,
+    "token_adapter.trainable_tokens_delta": NEITHER,
+}
 _WHY = "training of this kind is not known to be exact when the layers are cut and moved"
 
 _REFUSED: dict[str, tuple[str, str]] = {
-    "use_dora": (
-        "the norm of a weight's columns would have to be summed over the shards in every forward",
-        "set use_dora=False; use_rslora=True is supported",
-    ),
-    "lora_bias": (
-        "under row-parallel layers every shard would add the bias of lora_B once",
-        "set lora_bias=False; bias='all' and bias='lora_only' are supported",
-    ),
-    "modules_to_save": (
-        "the copies of whole modules have no place in the family's parallel plan",
-        "leave modules_to_save out; to train the embeddings as well, train the whole model",
-    ),
-    "trainable_token_indices": (
-        "single rows of the embedding are trained beside the whole one, which the vocabulary shards do not know",
-        "leave trainable_token_indices out",
-    ),
     "layer_replication": (
         "replicated layers share their weights, and every layer is laid out on its own",
         "leave layer_replication out",
+    ),
+    "target_modules_to_tie": (
+        "PEFT gives the adapters of a tied embedding and head the same memory, and their optimizer states change it in turn",
+        "leave ensure_weight_tying out, or the embedding and the head out of target_modules",
     ),
 }
 """Fields of a `LoraConfig` that are not supported: why, and the fix."""
@@ -71,6 +70,7 @@ class Adapters:
         name: Its name in PEFT (`default`).
         config: The `LoraConfig` with which replicas are injected; it initializes nothing.
         scalings: The factor s of every LoRA layer, by the layer's name in the transformers model.
+        inside: Where each wrapper of PEFT has the layer that it runs, by the wrapper's name.
         parameters: The adapted parameter of each layer that adapts fused experts, by the layer's name. Layers of one module
             are nested: `….experts` and `….experts.base_layer`.
     """
@@ -79,10 +79,12 @@ class Adapters:
     config: "LoraConfig"
     scalings: Mapping[str, float]
     parameters: Mapping[str, str] = field(default_factory=dict)
+    inside: Mapping[str, str] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Equal on ranks whose adapters compute the same from the same weights."""
-        return hashlib.sha256(repr((self.name, sorted(self.scalings.items()))).encode()).hexdigest()[:16]
+        facts = self.name, sorted(self.scalings.items()), sorted(self.inside.items())
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @property
     def rank(self) -> int:
@@ -97,24 +99,37 @@ class Adapters:
     def beside(self, name: str) -> tuple[str, str | None]:
         """For `….q_proj.lora_A.default.weight`: `….q_proj.weight` and `INPUTS`; for `lora_B` likewise `OUTPUTS`. For
         `….q_proj.base_layer.weight`: `….q_proj.weight` and None. Any other name unchanged, and None."""
-        module, _, leaf = name.rpartition(".")
         for factor, shared in _SHARED.items():
-            layer = module.removesuffix(f".{factor}.{self.name}")
-            if layer != module and layer in self.scalings:
-                return f"{self._without_base(layer)}.{self.parameters.get(layer, leaf)}", shared
-        return f"{self._without_base(module)}.{leaf}" if module else name, None
+            layer, added, leaf = name.rpartition(f".{factor}.{self.name}")
+            if added and leaf in ("", ".weight", ".bias") and layer in self.inside:
+                return f"{self._without_wrapper(layer)}.{self.parameters.get(layer, 'weight')}", shared
+        module, _, leaf = name.rpartition(".")
+        return f"{self._without_wrapper(module)}.{leaf}" if module else name, None
 
-    def _without_base(self, module: str) -> str:
-        while (layer := module.removesuffix(f".{BASE}")) != module and layer in self.scalings:
-            module = layer
+    def _without_wrapper(self, module: str) -> str:
+        for place in sorted(set(self.inside.values()), key=len, reverse=True):
+            layer = module.removesuffix(f".{place}")
+            if layer != module and self.inside.get(layer) == place:
+                return self._without_wrapper(layer)
         return module
 
     def put(self, model: nn.Module) -> None:
         """Puts the LoRA layers, on the meta device, into a model freshly built by its class from its config."""
         from peft import inject_adapter_in_model
 
-        # a copy: injection writes the target modules that it matched into the config
-        inject_adapter_in_model(copy.deepcopy(self.config), model, self.name, low_cpu_mem_usage=True)
+        from hf_hotspa.features.lora.variants import put_dora
+
+        config = copy.deepcopy(self.config)  # injection writes the target modules that it matched into it
+        with_dora, config.use_dora = config.use_dora, False  # PEFT would read the weights' norms
+        inject_adapter_in_model(config, model, self.name, low_cpu_mem_usage=True)
+        for layer, place in self.inside.items():
+            module: Any = model.get_submodule(layer)
+            if place.startswith("modules_to_save."):  # no forward uses the replaced layer
+                module.original_module = nn.Identity()
+            elif place.startswith("token_adapter."):  # nor the rows as they were
+                module.token_adapter.trainable_tokens_original.clear()
+            elif with_dora and layer in self.scalings and layer not in self.parameters:
+                put_dora(module, self.name)
 
 
 def read_adapters(model: nn.Module) -> Adapters | None:
@@ -157,7 +172,8 @@ def read_adapters(model: nn.Module) -> Adapters | None:
     config.inference_mode = False
     bare = bare_model(model)[0]
     parameters = {path: module.parameter_name for path, module in bare.named_modules() if is_of_parameter(module)}
-    return Adapters(name, config, _scalings(bare, name), parameters)
+    inside = {path: place for path, module in bare.named_modules() if (place := place_inside(module)) is not None}
+    return Adapters(name, config, _scalings(bare, name), parameters, inside)
 
 
 def _plain(given: "LoraConfig") -> "LoraConfig":
@@ -216,42 +232,77 @@ def _refuse_resized(model: nn.Module, config: "LoraConfig") -> None:
 
 
 def _scalings(bare: nn.Module, name: str) -> dict[str, float]:
-    """The scaling of each LoRA layer; raises an error unless all are plain layers on linear layers."""
-    from peft.tuners.lora import Linear
+    """The scaling of each LoRA layer; raises an error unless all wrappers are known, on known layers."""
+    from peft.tuners.lora import Embedding, Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    ends = [bare.get_input_embeddings(), bare.get_output_embeddings()] if isinstance(bare, PreTrainedModel) else []
+    head = bare.get_output_embeddings() if isinstance(bare, PreTrainedModel) else None
     scalings, packed = dict[str, float](), packed_layers(bare)
     for path, module in bare.named_modules():
-        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            _refuse_other_copies(bare, path, module, packed)
+        if not isinstance(module, BaseTunerLayer) or path.endswith(".token_adapter"):
             continue
         base = base_layer(module)
-        if any(module is end for end in ends):
-            raise UnsupportedError(
-                f"the adapter {name!r} is on {path!r}, an embedding or the head of the model",
-                why="they are cut along the vocabulary and may be tied, which adapters are not",
-                fix="leave it out of target_modules; target_modules='all-linear' targets the layers without the head",
-            )
         if is_of_parameter(module):
             _refuse_other_parameters(path, module, base)
-        elif (
-            type(module) is not Linear or type(base) is not nn.Linear
-            if (layer := packed.get(f"{path}.{BASE}")) is None
-            else type(module) is not layer.adapter_class()
-        ):
+        elif (layer := packed.get(f"{path}.{place_inside(module)}")) is not None:
+            known = type(module) is layer.adapter_class()
+        else:
+            known = (type(module) is Linear and type(base) is nn.Linear) or (
+                type(module) is Embedding and isinstance(base, nn.Embedding)
+            )
+        if not is_of_parameter(module) and not known:
             raise UnsupportedError(
                 f"the adapter on {path!r} is a {type(module).__name__} around a {type(base).__name__}",
                 why=_WHY,
-                fix="target plain linear layers",
+                fix="target plain linear layers and embeddings",
             )
-        if module.lora_variant:
-            kinds = ", ".join(type(variant).__name__ for variant in module.lora_variant.values())
-            raise UnsupportedError(
-                f"the adapter on {path!r} is the variant {kinds}", why=_WHY, fix="use LoRA or rsLoRA (use_rslora=True)"
-            )
+        _refuse_variants(path, module, name, is_head=module is head)
         scalings[path] = float(module.scaling[name])
     return scalings
+
+
+def _refuse_variants(path: str, module: Any, name: str, is_head: bool) -> None:
+    """Raises an error for a variant of LoRA other than DoRA, and for dropout on the head."""
+    other = [type(v).__name__ for v in module.lora_variant.values() if not type(v).__name__.startswith("Dora")]
+    if other:
+        raise UnsupportedError(
+            f"the adapter on {path!r} is the variant {', '.join(other)}",
+            why=_WHY,
+            fix="use LoRA, rsLoRA (use_rslora=True) or DoRA (use_dora=True)",
+        )
+    if is_head and getattr(module.lora_dropout[name], "p", 0.0) > 0:
+        raise UnsupportedError(
+            f"the adapter on the head {path!r} has lora_dropout={module.lora_dropout[name].p}",
+            why="the head runs on parts of a pack, and on some of them twice, which would draw other masks",
+            fix="set lora_dropout=0, or leave the head out of target_modules",
+        )
+
+
+def _refuse_other_copies(bare: nn.Module, path: str, module: Any, packed: Mapping[str, object]) -> None:
+    """Raises an error unless a wrapper trains a copy of a linear layer, an embedding or a norm, or rows of an embedding."""
+    place = place_inside(module) or ""
+    if place.startswith("token_adapter."):
+        return
+    base, parent = base_layer(module), bare.get_submodule(path.rpartition(".")[0])
+    is_plain = isinstance(base, nn.Linear | nn.Embedding) or "norm" in type(base).__name__.lower()
+    why = None
+    if not place.startswith("modules_to_save."):
+        why = "the wrapper is of another kind, or its copy is not active"
+    elif f"{path}.{place}" in packed or any(not p.is_floating_point() for p in base.parameters()):
+        why = "its weight is quantized, and has no gradient"
+    elif not is_plain or any(True for _ in base.children()):
+        why = "the blocks of a layer are cut together, which copies of them are not"
+    elif hasattr(parent, "experts"):
+        why = "a copy of a router would count as a second one"
+    if why is not None:
+        raise UnsupportedError(
+            f"modules_to_save has {path!r}, a {type(base).__name__}",
+            why=why,
+            fix="name the head, embeddings, norms or plain linear layers, or target the layers inside with target_modules",
+        )
 
 
 def is_of_parameter(module: nn.Module) -> bool:

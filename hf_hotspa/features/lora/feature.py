@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_hotspa.features.lora.adapters import Adapters
+    from hf_hotspa.model.options import EngineOptions
+    from hf_hotspa.model.replica import Replica
+    from hf_hotspa.model.specs import ModelDescription
 
 terms = Terms(added=Adapter.read)
 
@@ -24,3 +27,12 @@ def describe(model: "nn.Module", compute_dtype: "torch.dtype | None") -> Describ
         return read_adapters(model)
 
     return Described(added=added)
+
+
+def attach(replica: "Replica", description: "ModelDescription", options: "EngineOptions") -> tuple[()]:
+    """DoRA, biases and trained rows on shards; nothing is called in a step."""
+    if description.added is not None:
+        from hf_hotspa.features.lora.variants import use_shards
+
+        use_shards(replica, description)
+    return ()

@@ -1,0 +1,75 @@
+"""What checkpoints and exports hold of each option of PEFT's `LoraConfig`: PEFT loads it bit for bit, runs go on in another layout."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_hotspa.checkpoint.model_files import export, merge
+from tests.families import tiny_model
+from tests.gloo.test_adapter_options import CASES, PLAIN, SOME
+from tests.harness import run_ranks
+from tests.lora import tiny_lora, trained
+from tests.training_runs import contents, make_trainer, newest, one_run
+
+pytestmark = pytest.mark.gloo
+
+MIXED = {
+    "use_dora": True, "target_modules": [*SOME, "lm_head"], "modules_to_save": ["norm"], "bias": "lora_only",
+    "trainable_token_indices": [3, 17, 40],
+}  # fmt: skip
+SAVED = {"mixed": (PLAIN, MIXED), **CASES}
+
+
+def runs(rank, world, folder, family, config):
+    """Train; go on from the middle; take up the end in another layout, and save the model."""
+    options = {"lora": config, "max_steps": 4, "family": family, "save_steps": 2}
+    first = one_run(rank, world, f"{folder}/a", None, dict(options))
+    again = one_run(rank, world, f"{folder}/b", f"{folder}/a/checkpoint-2", dict(options))
+    trainer = make_trainer(f"{folder}/c", world, **options, hotspa_strategies="tp2+sp:16@32,pp2:60")
+    trainer.train(resume_from_checkpoint=f"{folder}/a/checkpoint-4")  # no step is left
+    trainer.save_model(f"{folder}/saved")
+    weights = trained(trainer.model)
+    trainer.close_engine()
+    return first, again, weights
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n not in ("mixed", "saved ends, tied") else []) for n in SAVED]
+)
+def test_peft_loads_what_is_saved_bit_for_bit(name, tmp_path):
+    family, config = SAVED[name]
+    per_rank = run_ranks(2, runs, str(tmp_path), family, config)
+    for first, again, _ in per_rank:
+        assert again == {step: loss for step, loss in first.items() if step > 2}
+    last, weights = newest(tmp_path / "a"), per_rank[0][2]
+    assert contents(newest(tmp_path / "b")) == contents(last)
+    before = trained(tiny_lora(family, **config))
+    assert before.keys() == weights.keys()
+    assert all(not torch.equal(weights[n], before[n]) for n in weights), "a parameter was not trained"
+
+    export(last, tmp_path / "exported")
+    saved, exported = (load_file(tmp_path / of / "adapter_model.safetensors") for of in ("saved", "exported"))
+    # of an adapted embedding or head PEFT also saves the frozen weight
+    assert {n for n in saved if not n.endswith(".base_layer.weight")} == set(exported)
+    assert all(torch.equal(saved[n], exported[n]) for n in exported)
+    for folder in ("saved", "exported"):
+        loaded = PeftModel.from_pretrained(tiny_model(family), tmp_path / folder, is_trainable=True)
+        found = trained(loaded)
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[n], weights[n]) for n in weights), folder
+
+    tiny_model(family).save_pretrained(tmp_path / "base")
+    expected = PeftModel.from_pretrained(tiny_model(family), tmp_path / "saved")
+    if config.get("lora_bias") and family == "qwen3_qk_norm_tied":
+        return  # PEFT merges biases into biases only
+    expected = expected.merge_and_unload().state_dict()
+    merge(last, tmp_path / "merged", base=str(tmp_path / "base"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[n], expected[n]) for n in merged)
+    assert "lm_head.weight" in merged
+    json.loads((tmp_path / "merged" / "config.json").read_text())
