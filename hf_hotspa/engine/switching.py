@@ -48,7 +48,7 @@ class PlanPool:
     def __init__(
         self,
         vector: ParameterVector,
-        strategies: Sequence[Strategy],  # the pool; the order of their shards is chosen here
+        strategies: Sequence[Strategy],  # the pool; the order of their shards is chosen here, unless one is given
         cluster: Cluster,
         weight_sizes: Sequence[int],  # bytes per element of each segment on the wire
         gradient_sizes: Sequence[int],  # the same for gradients
@@ -63,7 +63,7 @@ class PlanPool:
         planner = "algorithm1" if by_stage and planner == "relay" else planner
         # by the usual relative step times: another partition leaves every shard with its rank
         orders = nested_orders(strategies, vector.layer_costs, vector.stage_costs.with_step_times(()))
-        self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
+        self.strategies = tuple(each if each.shard_order else each.ordered(orders[each]) for each in strategies)
         self.second_source = second_source
         self.units = Units(vector)  # what strategies with `+z2` and `+z3` load and return one at a time
         self.master = master_layout(vector, cluster.world_size, self.strategies[0] if by_stage else None)

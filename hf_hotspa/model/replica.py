@@ -278,7 +278,12 @@ class LossHead:
     Attributes:
         objective: The loss of logits.
         widths: Rows of the vocabulary in each tensor-parallel shard; also on other stages.
+        tail: The head as a function of the hidden state; None on other stages.
+        instead: If set, gets the hidden state [1, t, hidden size] of the tokens here and the model's arguments, in place
+            of head and loss; returns an fp64 scalar.
     """
+
+    instead: Callable[[Tensor, dict[str, Any]], Tensor] | None = None
 
     def __init__(
         self,
@@ -292,7 +297,7 @@ class LossHead:
     ) -> None:
         self.widths, self._sharers, self._own = widths, sharers, options.loss
         self._model, self._base = model, model.get_submodule(description.base)
-        self._tail = Tail(model, description.base, description.head) if is_last else None
+        self.tail = Tail(model, description.base, description.head) if is_last else None
         self.objective: Objective = LogitLoss(
             mesh.tensor, options.loss, options.label_smoothing, vocabulary_of_logits(description), widths
         )
@@ -315,6 +320,8 @@ class LossHead:
         self, inputs: dict[str, Any], micro_batch: MicroBatch, whole: MicroBatch, scale: float, num_tokens: int
     ) -> Tensor:
         """The scaled loss, from the model's arguments; keeps the logits of the first `num_tokens` tokens if requested."""
+        if self.instead is not None:
+            return self.instead(self._base(**inputs).last_hidden_state, inputs)
         loss_of = self.objective.of(micro_batch, whole, scale)
         in_chunks = self.logits is None and num_tokens > self._chunk_tokens
         if not (in_chunks or self.keeps_graphs or self._sharers is not None):
@@ -334,7 +341,7 @@ class LossHead:
             return self._loss_behind(kept._replace(hidden=kept.hidden.detach()), loss_of, num_tokens)
 
     def _loss_behind(self, kept: KeptForward, loss_of: LossOfLogits, num_tokens: int) -> Tensor:
-        (hidden, inputs, micro_batch), tail, most = kept, self._tail, self._chunk_tokens
+        (hidden, inputs, micro_batch), tail, most = kept, self.tail, self._chunk_tokens
         assert tail is not None
         if self.logits is not None or num_tokens <= most:
             logits = tail(hidden, inputs)

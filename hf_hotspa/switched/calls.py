@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cache
 from itertools import chain
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.rows.read_row import IGNORED_LABEL
 from hf_hotspa.switched.passes import (
     FLAT_COLUMNS,
+    Comparison,
     Document,
     Documents,
     Passes,
@@ -106,6 +107,17 @@ class Asked(TypedDict, total=False):
     # batch is trained at once. If others come, it is trained again.
     expected_seeds: Tensor | None
     return_dict: bool | None
+    # returns `Compared`: each token with a label is compared with a teacher (`Teacher.against`). Then `expected_seeds`
+    # are by the divergences.
+    against: Comparison | None
+
+
+class Compared(NamedTuple):
+    """A comparison with a teacher, [B, L - 1] each ([B, L] with shift_labels): of the distribution of the token behind."""
+
+    divergence: Tensor  # fp32 or wider, with gradient; 0 without a label
+    entropy: Tensor  # the student's, likewise
+    label_mask: Tensor  # bool, whether there is a label
 
 
 @dataclass(eq=False)
@@ -125,6 +137,7 @@ class Request:
     given_items: float | Tensor | None  # `num_items` as given
     function: Callable[..., Tensor] | None  # the model object's custom loss, if it has one
     adapters: bool = True
+    against: Comparison | None = None
     changes: str = ""  # earlier changes of the model object, as text
 
     def __str__(self) -> str:
@@ -138,9 +151,22 @@ class Request:
             words.append("with the balance loss of routers")
         if self.expected is not None:
             words.append("with expected seeds")
+        if self.against is not None:
+            words.append(f"compared with {self.against}")
         if not self.adapters:
             words.append("without adapters")
         return ", ".join(words) + self.changes
+
+    def error(self, rank: int) -> UnsupportedError | None:
+        """An error if it is to compare tokens, and has no labels."""
+        if self.batch.get("labels") is not None or self.batch.get("shift_labels") is not None:
+            return None
+        return UnsupportedError(
+            "a forward with against and without labels",
+            where=f"rank {rank}",
+            why="the tokens with a label are compared",
+            fix="give labels, -100 at tokens that do not count",
+        )
 
 
 _UNREAD = frozenset({"use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "past_key_values"})
@@ -254,8 +280,8 @@ class Call:
         denominators, labels: Each rank's divisor of its sum of cross entropies, and number of targets that count.
         places: The row and the columns of this rank's documents.
         mask: bool [B, L], the tokens whose target counts.
-        results, has, temperature: The results so far for this rank's documents, what these are, and their divisor of
-            logits.
+        results, has, head: The results so far for this rank's documents, what these are, and their divisor of logits and
+            what they are compared with.
         assumed: What it was trained with at once: its loss, or fp64 [B, L] by its log-probabilities.
         own: This call's part of the engine's token loss of all ranks.
         arrived: The gradients so far.
@@ -285,7 +311,8 @@ class Call:
         for document in documents:
             self.places.append((document.row, slice(document.begin, document.begin + len(document.ids))))
             self.mask[self.places[-1]] = torch.from_numpy(document.targets != IGNORED_LABEL)
-        self.results, self.has, self.temperature, self.own = Results(), Wanted(fields=-1), 1.0, 0.0
+        self.results, self.has, self.own = Results(), Wanted(fields=-1), 0.0
+        self.head: tuple[float, Comparison | None] = 1.0, None
         self.assumed: OfLoss | Tensor | None = None
         self.arrived = Arrived()
 
@@ -393,7 +420,7 @@ class Window:
 
     def is_next(self, index: int, request: Request) -> bool:
         """Whether the request is its batch `index`, with the same denominator."""
-        if self.num_items != request.num_items:
+        if self.num_items != request.num_items or request.against is not None:
             return False
         for name, one in self.batches[index].items():
             other = request.batch.get(name)
@@ -593,7 +620,12 @@ class Assumptions:
 
     def known(self, request: Request) -> EveryToken | Tensor | None:
         """What can be assumed of the gradients by the log-probabilities of a request."""
-        if request.expected is not None or self._was_wrong or self._engine.updates is not None:
+        if (
+            request.expected is not None
+            or request.against is not None
+            or self._was_wrong
+            or self._engine.updates is not None
+        ):
             return request.expected
         return self.expects
 

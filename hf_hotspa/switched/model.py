@@ -40,6 +40,7 @@ from hf_hotspa.switched.calls import (
     Asked,
     Batch,
     Call,
+    Compared,
     EveryToken,
     LazyLogits,
     Leaf,
@@ -124,7 +125,7 @@ class Runner:
             self.meet("score with logits", too_many_logits(call.shape, self.steps))
         wanted = Wanted(max(request.fields, 1), logits=with_logits, auxiliary=request.aux)
         for one in together:
-            one.temperature = self.temperature if request.columns else 1.0
+            one.head = self.temperature if request.columns else 1.0, request.against
         results = self.score(together, request, wanted)
         for one in together:
             one.results, one.has = results, wanted
@@ -133,7 +134,7 @@ class Runner:
         self, calls: Sequence[Call], request: Request, wanted: Wanted, some: Sequence[int] | None = None
     ) -> Results:
         """Scores the documents of calls, or some of them without keeping graphs. Collective."""
-        mode, of_step = Mode(self.steps.number, request.training, calls[0].temperature), request.trains and some is None
+        mode, of_step = Mode(self.steps.number, request.training, *calls[0].head), request.trains and some is None
         some = [number for one in calls for number in one.everything] if some is None else some
         return self._passes.score(calls[0].of_step, some, mode, wanted, store=self.store, of_step=of_step)
 
@@ -145,7 +146,7 @@ class Runner:
             return
         calls = [call] if isinstance(assumed, Tensor) else [call, *self.steps.now.waiting]
         for one in calls:
-            one.temperature = self.temperature if request.columns else 1.0
+            one.head = self.temperature if request.columns else 1.0, request.against
         upstream, results, active = self._assumptions.assume(calls, assumed), Results(), set[int]()
         for one in calls:
             active.update(one.everything)
@@ -155,7 +156,7 @@ class Runner:
             if idle := idle - active:
                 results = self.score(calls, request, wanted, sorted(idle))
         if active:
-            mode = Mode(self.steps.number, request.training, call.temperature)
+            mode = Mode(self.steps.number, request.training, *call.head)
             trained = self._passes.train(self.steps.now, sorted(active), mode, wanted, upstream)
             results = replace(trained, tokens=results.tokens | trained.tokens)
         for one in calls:
@@ -214,7 +215,7 @@ class Outputs:
         return loss + auxiliary.coefficient * aux, aux
 
     def of_trl(self) -> object:
-        """As TRL's forward returns with `fused_lm_head`."""
+        """As TRL's forward returns with `fused_lm_head`; a comparison returns `Compared`."""
         from trl.trainer.utils import FusedCausalLMOutput
 
         call, request = self._call, self._request
@@ -227,6 +228,8 @@ class Outputs:
             columns["is_top1"] = columns["is_top1"] > 0.5
         mask = call.mask[:, : call.shape[1] - call.shift].to(call.device)
         of = mask.sum().clamp(min=1) if request.num_items is None else request.num_items
+        if request.against is not None:
+            return Compared(columns["log_probs"], columns["entropy"], mask)
         loss, aux = -columns["log_probs"].sum() / of, None
         if request.aux:
             loss, aux = self._with_aux(loss)
@@ -395,23 +398,27 @@ class CalledModel(DistributedDataParallel):
         kept, labels = asked.get("logits_to_keep", 0), batch["labels"]
         if labels is not None and input_ids is not None and labels.shape[-1] != input_ids.shape[-1]:
             batch["labels"] = labels_of_columns(labels, input_ids.shape[-1], kept)
-        fused, items = asked.get("fused_lm_head", False), asked.get("num_items_in_batch")
+        against, items = asked.get("against"), asked.get("num_items_in_batch")
+        fused, fields = asked.get("fused_lm_head", False) or against is not None, self._head_fields
         wants_loss = not fused and (batch["labels"] is not None or batch["shift_labels"] is not None)
         function = vars(self._bare).get("_loss_function") if wants_loss and not self._runner.is_of_own else None
         request = Request(
             batch,
             num_items=None if items is None else float(items),
-            columns=self._head_fields if fused else (),
-            fields=FIELDS.index(self._head_fields[-1]) + 1 if fused else 0,
+            columns=() if not fused else fields if against is None else FIELDS[:2],
+            fields=0 if not fused else FIELDS.index(fields[-1]) + 1 if against is None else 2,
             wants_loss=wants_loss,
-            aux=self._passes.auxiliary is not None and self._wants_aux(asked.get("output_router_logits")),
+            aux=self._passes.auxiliary is not None and self._wants_aux(asked),
             kept=kept,
             expected=asked.get("expected_seeds"),
             trains=self.trains and torch.is_grad_enabled(),
             training=self.training,
             given_items=items,
             function=None if function is ForCausalLMLoss else function,
+            against=against,
         )
+        if against is not None:
+            error = error or request.error(self.engine.rank)
         call = self._take(request, error)
         self._runner.run(call, request)
         outputs = Outputs(self._runner, self._passes, call, request)
@@ -420,9 +427,10 @@ class CalledModel(DistributedDataParallel):
         out = outputs.of_transformers()
         return out if asked.get("return_dict") is not False else out.to_tuple()
 
-    def _wants_aux(self, asked: bool | None) -> bool:
+    def _wants_aux(self, asked: Asked) -> bool:
+        given = asked.get("output_router_logits") if asked.get("against") is None else False
         of_config = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
-        return bool(of_config if asked is None else asked)
+        return bool(of_config if given is None else given)
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
         """Takes part in a call of all ranks."""
@@ -835,7 +843,7 @@ class SwitchedModel(CalledModel):
             )
         of_modes = dict[Mode, list[int]]()
         for call in calls:
-            mode = Mode(self._steps.number, call.training, call.temperature)
+            mode = Mode(self._steps.number, call.training, *call.head)
             of_modes.setdefault(mode, []).extend(active.intersection(call.everything))
         for mode, some in of_modes.items():
             if some:

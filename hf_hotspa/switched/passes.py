@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -76,6 +76,7 @@ class Tape:
     logit_upstream: Callable[[int], Tensor | None] | None = None
     auxiliary_upstream: Tensor | None = None  # fp64 [D, gradients of an `AuxiliaryLoss`]
     own: tuple[float, float] | None = None  # for a custom token loss, the factors of its value and of its gradient
+    against: "Comparison | None" = None  # gives the first two scores, in the place of log-probability and entropy
     # what `logit_upstream` returned for the running pack's documents
     at_hand: dict[int, Tensor | None] = field(default_factory=dict)
 
@@ -139,7 +140,10 @@ class TapedReplica(Attachment, Objective):
         tape, loss, kept, place = pack.tape, self._loss, pack.keep[tokens], pack.place[tokens]
         labels, tensor, terms = pack.micro_batch.labels[0][tokens], loss.tensor, list[Tensor]()
         first, group = (sum(loss.widths[: tensor.shard]), tensor.group) if tensor is not None else (0, None)
-        if tape.fields > 1 or (tape.upstream is not None and tape.upstream.shape[1] > 1):
+        scores: tuple[Tensor, ...]
+        if tape.against is not None:
+            scores = tape.against.scores(logits, self._mesh.strategy, pack.micro_batch, tokens, group)
+        elif tape.fields > 1 or (tape.upstream is not None and tape.upstream.shape[1] > 1):
             scores = token_scores(
                 logits, labels, first, group, loss.vocab_size, tape.temperature, tape.fields == WITH_ARG_MAX
             )
@@ -156,7 +160,7 @@ class TapedReplica(Attachment, Objective):
             of_value, of_gradient = tape.own
             of_tokens = loss.own.of(log_probs, pack.tokens, tokens, of_value)
             return of_tokens * of_gradient + of_tokens.detach() * (1.0 - of_gradient)
-        value = log_probs.detach().sum(dtype=torch.float64) * -pack.scale
+        value = log_probs.detach().sum(dtype=torch.float64) * (-pack.scale if tape.against is None else pack.scale)
         if tape.weights is not None:
             weighed = log_probs.exp() if tape.by_probability else log_probs  # dp = p dlog(p)
             terms.append(tape.weights[pack.documents[tokens]].to(log_probs) * kept * weighed)
@@ -174,7 +178,7 @@ class TapedReplica(Attachment, Objective):
         self, tape: Tape, upstream_of: Callable[[int], Tensor | None], micro_batch: MicroBatch
     ) -> Tensor | None:
         """[t, v], of a pack's logits; receives a document's when its first pack begins."""
-        sequences = list(_sequences(micro_batch))
+        sequences = list(pieces(micro_batch))
         here = {document for document, _, _ in sequences}
         # a document that continues in the next chunk is also in this one
         tape.at_hand = {d: tape.at_hand[d] if d in tape.at_hand else upstream_of(d) for d in here}
@@ -203,7 +207,7 @@ def rows_of(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 def _write_logits(tables: dict[int, Tensor], micro_batch: MicroBatch, logits: Tensor, tokens: slice) -> None:
     """Copies logits [t, v] of a pack into the tables of their documents."""
-    for document, positions, place in _sequences(micro_batch):
+    for document, positions, place in pieces(micro_batch):
         first, stop = max(place.start, tokens.start), min(place.stop, tokens.stop)
         if document in tables and first < stop:
             shift = positions.start - place.start
@@ -211,7 +215,7 @@ def _write_logits(tables: dict[int, Tensor], micro_batch: MicroBatch, logits: Te
             table[first + shift : stop + shift] = logits[first - tokens.start : stop - tokens.start].to(table)
 
 
-def _sequences(micro_batch: MicroBatch) -> Iterator[tuple[int, slice, slice]]:
+def pieces(micro_batch: MicroBatch) -> Iterator[tuple[int, slice, slice]]:
     """Yields each sequence's document, positions there, and tokens in the pack, without padding."""
     ends, keys = list(accumulate(micro_batch.lengths)), micro_batch.keys or [(-1, 0)] * len(micro_batch.lengths)
     for index, ((document, start), length) in enumerate(zip(keys, micro_batch.lengths, strict=True)):
@@ -480,12 +484,34 @@ class Exchange:
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
+class Comparison(Protocol):
+    """What the distributions of all tokens with a label are compared with, in a pass."""
+
+    def begin(self, mini_batch: MiniBatch, lengths: Sequence[int]) -> None:
+        """A pass over a mini-batch, with documents of these lengths, is about to run. Collective."""
+
+    def scores(
+        self,
+        logits: Tensor,
+        strategy: Strategy,
+        micro_batch: MicroBatch,
+        tokens: slice,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The comparison of the logits [t, v] of some tokens of a pack, and their entropy: [t] each, fp32 or wider, equal
+        on all ranks of `group`, 0 without a label."""
+
+    def end(self) -> None:
+        """The pass is over. Not collective."""
+
+
 class Mode(NamedTuple):
     """How a pass runs."""
 
     step: int  # mini-batches before this one in the run
     training: bool
     temperature: float = 1.0  # the divisor of logits
+    against: Comparison | None = None
 
 
 class Wanted(NamedTuple):
@@ -616,6 +642,8 @@ class Passes:
             if self._scored is None or self._scored[0] != key:
                 self.let_go()
                 self._scored = key, self.engine.evaluation(store, mode.training, mode.step)
+            if mode.against is not None:
+                mode.against.begin(mini_batch, documents.lengths)
             self._begin(documents, plan, mode, wanted, Upstream(own=(1.0, 0.0) if wanted.own else None))
             with torch.autocast(self._device.type, enabled=False), torch.set_grad_enabled(keeps):
                 result = self._scored[1].run(mini_batch, keep_graphs=keeps)
@@ -628,6 +656,8 @@ class Passes:
             raise
         finally:
             self.taping.tape = None
+            if mode.against is not None:
+                mode.against.end()
 
     def train(self, step: TrainedStep, some: Sequence[int], mode: Mode, wanted: Wanted, upstream: Upstream) -> Results:
         """Trains some documents of a step with upstream gradients; adds to its gradients. Collective."""
@@ -638,6 +668,8 @@ class Passes:
                 self.let_go()
             kept_scoring, self._scored = self._scored, None
             self._coming = {}
+            if mode.against is not None:
+                mode.against.begin(mini_batch, documents.lengths)
             self._begin(documents, plan, mode, wanted, upstream)
             if upstream.of_logits:
                 sends = self._send_logit_upstream(plan, upstream)
@@ -662,6 +694,8 @@ class Passes:
             raise
         finally:
             self.taping.tape = None
+            if mode.against is not None:
+                mode.against.end()
 
     def let_go(self) -> None:
         """Drops the weights and graphs of the last scoring pass. Not collective."""
@@ -696,6 +730,7 @@ class Passes:
             upstream=tokens,
             auxiliary_upstream=None if upstream.auxiliary is None else upstream.auxiliary.to(device),
             own=upstream.own,
+            against=mode.against,
         )
 
     # -- upstream gradients in ----------------------------------------------------------------------------------------
