@@ -15,7 +15,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from functools import cache, partial
 from importlib import import_module
 from itertools import count
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer
 
 TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")  # TRL's supported trainers
-PAIRED = ("DPO", "KTO")  # trainers that take a `ref_model`
 OF_OLDER = ("SFT", "DPO")  # those that were tried with TRL 1.9 to 1.15
 ONLINE = ("GRPO", "RLOO")  # trainers that generate their training data (`OverOnline`)
 _OF_BATCH = "generated."  # prefix of the names of a generation batch's tensors in a checkpoint
@@ -197,8 +196,6 @@ class OverTRL(SwitchedMixin, _ByName):
         kwargs = named(given, kwargs, super(_ByName, self).__init__, first=())
         model, args = kwargs.pop("model", None), kwargs.pop("args", None)
         args = _arguments(kind, base, model, args)
-        if kind in PAIRED and is_wrapped(model) and kwargs.get("ref_model") is None:
-            kwargs["ref_model"] = deepcopy(model)  # TRL's reference, a second adapter in the model: replicas have one
         args.scoring = _scoring(kind, model, args, kwargs)
         super().__init__(model, args, **kwargs)
         if not self._hotspa.backing.is_stock and vars(self.args).get("sync_ref_model"):
@@ -484,12 +481,6 @@ def _check_supported(
     for name, (nothing, why, fix) in _UNSUPPORTED_FIELDS.items():
         if (value := getattr(args, name, nothing)) not in (nothing, None):  # front ends give None for no
             raise UnsupportedError(f"{type(args).__name__} has {name}={value!r}", why=why, fix=fix)
-    if kind in ONLINE and is_wrapped(model) and args.beta != 0.0:  # type: ignore[attr-defined]
-        raise UnsupportedError(
-            f"{kind} with beta of a model that has an adapter already",
-            why="TRL adds a second adapter as the reference, and replicas have one",
-            fix="merge the adapter (merge_and_unload) and give a peft_config, or use beta=0",
-        )
     if given.get("token_loss") is not None:
         raise UnsupportedError(
             "a token_loss in front of TRL's trainer",

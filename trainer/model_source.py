@@ -193,10 +193,11 @@ def side_files(model: PreTrainedModel, tokenizer: object) -> SideFiles:
     """Config, generation config and tokenizer (if any), as transformers writes them; for an adapter, its config."""
     files: SideFiles = {}
     if is_wrapped(model):
-        try:
-            check_name(f"{folder_of(model)}{ADAPTER_CONFIG}", "a checkpoint")
-        except HotspaError as failure:
-            raise unsavable(f"the adapter {folder_of(model)[:-1]!r}", Path("a checkpoint"), failure) from failure
+        for name in model.peft_config:
+            try:
+                check_name(f"{folder_of(name)}{ADAPTER_CONFIG}", "a checkpoint")
+            except HotspaError as failure:
+                raise unsavable(f"the adapter {name!r}", Path("a checkpoint"), failure) from failure
         files[ADAPTER_CONFIG] = lambda folder: save_config(model, folder)
     else:
         model.config.architectures, model.config.dtype = [type(model).__name__], dtype_name(model.dtype)

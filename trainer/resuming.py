@@ -24,9 +24,9 @@ from hf_hotspa.checkpoint.format import manifest as manifests
 from hf_hotspa.checkpoint.format.disk import read_object
 from hf_hotspa.checkpoint.format.folder import check_step, checkpoints, latest_first
 from hf_hotspa.checkpoint.format.manifest import Manifest
-from hf_hotspa.checkpoint.model_files import check_rewritten
+from hf_hotspa.checkpoint.model_files import acting, check_rewritten
 from hf_hotspa.checkpoint.rng import set_random_state
-from hf_hotspa.checkpoint.stock import StockCheckpoint, adapter_folder, is_stock, restore_adapter
+from hf_hotspa.checkpoint.stock import StockCheckpoint, adapter_folder, is_stock, read_frozen, restore_adapter
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import load_weights
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError, printable
@@ -111,8 +111,8 @@ def _verified(
 
 
 def _adapter(model: Any) -> str | None:
-    """The name of a model's adapter."""
-    return next(iter(model.peft_config)) if is_wrapped(model) else None
+    """The name of a model's trained adapter."""
+    return acting(model) if is_wrapped(model) else None
 
 
 def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model: PreTrainedModel) -> Manifest:
@@ -266,7 +266,10 @@ class BaseDigest:
         """The digest of a model whose adapter the engine trains."""
         now = weakref.ref(engine), engine.master.frozen_version
         if self._known is None or self._known[0] != now:
-            self._known = now, engine.initial.base_digest or frozen_digest(model)
+            # not by `requires_grad`: callbacks may have frozen some, whose values are old here
+            specs = [spec for spec in engine.description.vector.specs if spec.trainable]
+            trained = {name for spec in specs for name in (spec.name, *spec.tied_names)}
+            self._known = now, engine.initial.base_digest or frozen_digest(model, trained)
         return self._known[1]
 
 
@@ -340,6 +343,9 @@ class Restorer:
             engine.agreement.run(
                 "resume", lambda: restore_adapter(WeightFiles(saved, manifests.ADAPTER_WEIGHTS), master)
             )
+            frozen = engine.agreement.run("resume", lambda: read_frozen(self._model, folder, added.name))
+            if frozen:
+                master.fill(frozen)
         else:
             with structure_only():
                 load_weights(folder, self._model, engine.master, agreement)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -91,25 +92,39 @@ def adapter_names(name: str, tied: Sequence[str]) -> list[str]:
     return [adapter_name(each) for each in (name, *tied) if each == name or ".modules_to_save." in each]
 
 
-def folder_of(model: Any) -> str:
-    """Where `save_pretrained` of a `PeftModel` puts the adapter: `""`, or `name/` for one with another name than
+def acting(model: Any) -> str:
+    """The name of the adapter of a `PeftModel` that is trained: of several the one that acts."""
+    names = list(model.peft_config)
+    return str(names[0] if len(names) == 1 else next(iter(model.active_adapters)))
+
+
+def folder_of(name: str) -> str:
+    """Where `save_pretrained` of a `PeftModel` puts an adapter: `""`, or `name/` for one with another name than
     `default`."""
-    [name] = model.peft_config
     return "" if name == "default" else f"{name}/"
 
 
 def save_config(model: Any, folder: Path) -> None:
     """Writes `adapter_config.json` and the card of a `PeftModel` into an existing folder, as its `save_pretrained`
-    does."""
-    [config] = copy.deepcopy(list(model.peft_config.values()))
+    does; of the adapters beside the trained one, which are frozen, the weights, too."""
     model.create_or_update_model_card(str(folder))
-    folder = folder / folder_of(model)
-    folder.mkdir(exist_ok=True)
     bare, _ = bare_model(model)
-    config.base_model_name_or_path = config.base_model_name_or_path or bare.__dict__.get("name_or_path") or None
-    config.inference_mode = True
-    mapping = {"base_model_class": type(bare).__name__, "parent_library": type(bare).__module__}
-    config.save_pretrained(str(folder), auto_mapping_dict=mapping if config.task_type is None else None)
+    for name, given in model.peft_config.items():
+        config, inside = copy.deepcopy(given), folder / folder_of(name)
+        inside.mkdir(exist_ok=True)
+        config.base_model_name_or_path = config.base_model_name_or_path or bare.__dict__.get("name_or_path") or None
+        config.inference_mode = True
+        mapping = {"base_model_class": type(bare).__name__, "parent_library": type(bare).__module__}
+        config.save_pretrained(str(inside), auto_mapping_dict=mapping if config.task_type is None else None)
+        if name != acting(model):
+            frozen = {adapter_name(n): p.detach().contiguous() for n, p in weights_of(model, name).items()}
+            save_file(frozen, inside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+def weights_of(model: Any, name: str) -> dict[str, Tensor]:
+    """The weights of one adapter of several, by name."""
+    own = re.compile(rf"\.lora_[AB]\.{re.escape(name)}\.weight$")
+    return {name: parameter for name, parameter in model.named_parameters() if own.search(name)}
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
@@ -151,7 +166,7 @@ class ModelWeights:
             for record, _ in named_tensors(self._saved(name, empty[name]))
         ]
         self.shards = named_shards(
-            entries, max_shard_bytes, f"{folder_of(model)}{ADAPTER_WEIGHTS}" if adapted else None
+            entries, max_shard_bytes, f"{folder_of(acting(model))}{ADAPTER_WEIGHTS}" if adapted else None
         )
 
     def write(
@@ -450,7 +465,8 @@ def merge(
             model.config.tie_word_embeddings = False
         model.save_pretrained(merged, max_shard_size=max_shard_bytes)
         for file in files.iterdir():  # such as the tokenizer
-            if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _CARD_FILE) and file != adapter:
+            is_adapter = (file / ADAPTER_CONFIG).is_file()
+            if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _CARD_FILE) and not is_adapter:
                 shutil.move(file, merged / file.name)
         if target.exists():
             target.rmdir()

@@ -15,7 +15,7 @@ them.
 import io
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -29,7 +29,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from hf_hotspa.checkpoint.format.disk import read_object
 from hf_hotspa.checkpoint.format.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, STATE_FOLDER, TRAINER_STATE
-from hf_hotspa.checkpoint.model_files import adapter_names
+from hf_hotspa.checkpoint.model_files import adapter_name, adapter_names, folder_of, weights_of
 from hf_hotspa.checkpoint.rng import set_generators
 from hf_hotspa.checkpoint.tensors import CPU_ADAM, HERE_AND_NOW, load_optimizer, names_in_groups
 from hf_hotspa.engine.master import MasterShare, MasterStore, bare_optimizer
@@ -279,10 +279,36 @@ def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
         for saved in adapter_names(name, share.spec.tied_names)
         if share.spec.trainable
     }
+    frozen = {name for name in files.tensors.keys() - trained.keys() if _is_frozen(name, files, master)}
+    _check_adapter(files, {name: share.spec.shape for name, share in trained.items()}, frozen)
+    for saved, (spec, start, stop, *_) in trained.items():
+        if stop > start:
+            master.parameters[spec.name].copy_(files.read(saved, spec.shard_dim, start, stop))
+
+
+@torch.no_grad()
+def read_frozen(model: Any, checkpoint: Path, trained: str) -> dict[str, Tensor]:
+    """Loads the adapters beside the trained one into the model, as the stock Trainer does; returns them by their names in
+    the model. Raises `ResumeError`: a file holds another adapter. Raises `DamagedCheckpointError`: it cannot be read."""
+    restored = dict[str, Tensor]()
+    for name in model.peft_config:
+        folder = checkpoint / folder_of(name)
+        if name == trained or not (folder / ADAPTER_WEIGHTS).is_file():
+            continue
+        files, own = WeightFiles(folder, ADAPTER_WEIGHTS), weights_of(model, name)
+        _check_adapter(files, {adapter_name(n): tuple(parameter.shape) for n, parameter in own.items()})
+        for n, parameter in own.items():
+            parameter.copy_(files.whole(adapter_name(n)))
+        restored |= own
+    return restored
+
+
+def _check_adapter(files: WeightFiles, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()) -> None:
+    """Raises `ResumeError` unless a file has the weights of an adapter, and beside these only frozen ones of the run."""
     differences = itertools.chain(
-        (name for name in trained if name not in files.tensors),
-        (name for name in files.tensors if name not in trained and not _is_frozen(name, files, master)),
-        (name for name in trained if files.tensors[name].shape != trained[name].spec.shape),
+        (name for name in shapes if name not in files.tensors),
+        (name for name in files.tensors if name not in shapes and name not in frozen),
+        (name for name in shapes if files.tensors[name].shape != shapes[name]),
     )
     for name in differences:
         raise ResumeError(
@@ -290,9 +316,6 @@ def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
             where=str(files.folder),
             fix="make the adapter with the config that it was saved with",
         )
-    for saved, (spec, start, stop, *_) in trained.items():
-        if stop > start:
-            master.parameters[spec.name].copy_(files.read(saved, spec.shard_dim, start, stop))
 
 
 def _is_frozen(name: str, files: WeightFiles, master: MasterStore) -> bool:

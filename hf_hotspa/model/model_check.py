@@ -7,7 +7,7 @@ replaced layers) must be found here.
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -269,8 +269,8 @@ def refuse_router_logits(model: nn.Module) -> None:
 def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
     if (added := description.added) is None:
         return
-    for name, scaling in added.scalings.items():
-        expected = float(fresh.get_submodule(name).scaling[added.name])
+    for name, own, scaling in ((name, *each) for name, factors in added.scalings.items() for each in factors.items()):
+        expected = float(fresh.get_submodule(name).scaling[own])
         if scaling != expected:
             raise ModelError(
                 f"the LoRA layer {name!r} scales by {scaling}, and by {expected} as its config makes it",
@@ -323,13 +323,16 @@ def _placed_bits(tensor: Tensor) -> tuple[int, ...]:
     return tuple(int((s * torch.arange(1, len(s) + 1, device=s.device)).sum()) for s in sums)
 
 
-def frozen_digest(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and bit sums of the frozen parameters: distinguishes base models.
+def frozen_digest(model: nn.Module, trained: Collection[str] | None = None) -> str:
+    """SHA-256 over names, shapes, dtypes and bit sums of the frozen parameters: distinguishes base models. `trained`: the
+    names of the others; None: those that require gradients.
 
     Names are as in `stored_tensors`. Bits are summed as integers, as in `model_check.weights_digest`.
     """
     digest = hashlib.sha256()
-    for name, tensor in stored_tensors(model, only_frozen=True):
+    if trained is None:
+        trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    for name, tensor in stored_tensors(model, without=trained):
         facts = name, tuple(tensor.shape), str(tensor.dtype), bit_sum(tensor)
         digest.update(repr(facts).encode())
     return digest.hexdigest()

@@ -360,9 +360,10 @@ class AddedModules(Protocol):
     """What was added to a model, as plain data.
 
     Attributes:
-        name: Its name in the user's model.
+        name: The name of the trained ones in the user's model.
         rank: The width of what is added to a weight, for plans.
-        scalings: The factor of each added module's output, by the name of its layer in the transformers model.
+        scalings: The factors of the added modules' outputs by their names in the user's model, by the name of their layer in
+            the transformers model.
         inside: Where each wrapper has the layer that it runs, by the wrapper's name in the transformers model.
         ep_unsupported_reason: Why fused experts cannot be divided over ranks beside them, or None.
     """
@@ -372,7 +373,7 @@ class AddedModules(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def scalings(self) -> Mapping[str, float]: ...
+    def scalings(self) -> Mapping[str, Mapping[str, float]]: ...
     @property
     def inside(self) -> Mapping[str, str]: ...
     @property

@@ -4,7 +4,7 @@ Features find them (hook `describe`). Their tensors are in the parameter vector 
 and moved unchanged. A replica has the same layers on its shards, with products that the feature makes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -83,17 +83,17 @@ def products(modules: Mapping[str, Any], layers: Mapping[str, PackedLayer]) -> d
 
 
 def stored_tensors(
-    model: nn.Module, remove_duplicate: bool = True, only_frozen: bool = False
+    model: nn.Module, remove_duplicate: bool = True, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a model as `named_parameters`, detached, without those that no forward reads, as trained copies
     replace them; packed weights as the tensors that hold them.
 
-    `only_frozen` leaves out trained parameters, whose values may be unreadable in training.
+    `without`: names to leave out, of trained parameters, whose values may be unreadable in training.
     """
     packed, replaced, seen = packed_layers(model), replaced_modules(model), set[int]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module, _, leaf = name.rpartition(".")
-        if (only_frozen and parameter.requires_grad) or name.startswith(replaced):
+        if name in without or name.startswith(replaced):
             continue
         if remove_duplicate and id(parameter) in seen:
             continue

@@ -136,7 +136,7 @@ class Request:
     training: bool
     given_items: float | Tensor | None  # `num_items` as given
     function: Callable[..., Tensor] | None  # the model object's custom loss, if it has one
-    adapters: bool = True
+    adapters: tuple[str, ...] | None = None  # the names of those that act; None in a model without any
     against: Comparison | None = None
     changes: str = ""  # earlier changes of the model object, as text
 
@@ -153,8 +153,8 @@ class Request:
             words.append("with expected seeds")
         if self.against is not None:
             words.append(f"compared with {self.against}")
-        if not self.adapters:
-            words.append("without adapters")
+        if self.adapters is not None:
+            words.append(f"with the adapter {', '.join(self.adapters)}" if self.adapters else "without adapters")
         return ", ".join(words) + self.changes
 
     def error(self, rank: int) -> UnsupportedError | None:

@@ -449,14 +449,14 @@ class CalledModel(DistributedDataParallel):
         error, and if they are known (`is_known`)."""
         changes, begins = self._changes, request.trains and not self._steps.now.calls
         if changes is not None and (begins or (self.looks and not request.trains)):
-            request.changes, wrong = changes.inspect_modules()
+            request.changes, wrong = changes.inspect_modules(trains=request.trains)
             error = error or wrong
         if self._adapters.exist:
             request.adapters, words, wrong = self._adapters.inspect(bool(self._steps.now.calls))
             request.changes, error = request.changes + words, error or wrong
         is_frozen = begins and changes is not None and changes.all_frozen
-        if error is None and request.trains and (not request.adapters or is_frozen):
-            error = model_object.nothing_to_train(request.adapters, self.engine.rank)
+        if error is None and request.trains and (request.adapters != self._adapters.trained or is_frozen):
+            error = model_object.nothing_to_train(request.adapters, self._adapters.trained, self.engine.rank)
         if error is None and not is_known:
             try:
                 return self._documents(request.batch), None
@@ -781,7 +781,7 @@ class SwitchedModel(CalledModel):
         if not step.calls or not self._gradients_came(step.calls):
             return
         if self._adapters.exist:
-            self._adapters.set_replicas(True)
+            self._adapters.set_replicas(self._adapters.trained)
         exchange = self._passes.exchange
         counts = exchange.sent | self.cut  # fields of the report
         scale, upstream, of_all = self.assumptions.compare(map(float, counts.values()))

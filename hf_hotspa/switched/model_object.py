@@ -186,15 +186,21 @@ class Route:
 class AdapterLayers:
     """How the LoRA layers of a model object act; the LoRA layers of the replicas do the same.
 
-    A callback may change factors (`set_scale`, `scale_layer`, the dict `scaling`): calls use them from the next step.
+    A callback may change factors (`set_scale`, `scale_layer`, the dict `scaling`): calls use them from the next step. Calls
+    without gradients may switch adapters off, or to another one (a reference).
+
+    Attributes:
+        exist: Whether there are any.
+        trained: The names of those that act in training; None without any.
     """
 
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
         added, bare = engine.description.added, bare_model(model)[0]
-        self._name = added.name if added is not None else ""
-        scaled = added.scalings if added else ()
+        scaled = added.scalings if added else {}
         self._layers: dict[str, Any] = {path: bare.get_submodule(path) for path in scaled}
-        self.exist = bool(self._layers)  # whether there are any
+        self._places = [(path, name) for path, factors in scaled.items() for name in factors]
+        self.exist = bool(self._layers)
+        self.trained = (added.name,) if added is not None and self.exist else None
         every = [named for part in engine.part_models for named in part.named_modules()] if added else []
         self._replicas: list[tuple[str, Any]] = [(path, layer) for path, layer in every if path in self._layers]
         inside = added.inside if added else {}
@@ -203,28 +209,33 @@ class AdapterLayers:
         self._copies = sorted(path for path, place in inside.items() if place.startswith("modules_to_save."))
         self._scalings = self._now()
 
-    def _now(self) -> dict[str, float]:
-        return {path: float(layer.scaling.get(self._name, 0.0)) for path, layer in self._layers.items()}
+    def _now(self) -> dict[tuple[str, str], float]:
+        return {(path, name): float(self._layers[path].scaling.get(name, 0.0)) for path, name in self._places}
 
-    def inspect(self, in_step: bool = False) -> tuple[bool, str, HotspaError | None]:
-        """Returns whether the layers add their part (not if they are switched off, or merged into the base weights),
+    def inspect(self, in_step: bool = False) -> tuple[tuple[str, ...], str, HotspaError | None]:
+        """Returns the adapters whose parts the layers add (none if they are switched off, or merged into the base weights),
         the factors that have changed, as text (equal on all ranks with equal changes), and an error for what replicas
         cannot do. Not collective. `in_step`: whether a step has begun."""
-        off = set[str]()
+        active = dict[tuple[str, ...], str]()  # by what acts, the first such layer
         for path, layer in self._layers.items():
-            if layer.disable_adapters or layer.merged or self._name not in layer.active_adapters:
-                off.add(path)
+            is_off = layer.disable_adapters or layer.merged
+            active.setdefault(() if is_off else tuple(layer.active_adapters), path)
         now, words, error = self._now(), "", None
         if now != self._scalings:
-            changed = [f"{path}={now[path]}" for path in sorted(now) if now[path] != self._scalings[path]]
+            changed = [
+                f"{path}.{name}={now[path, name]}"
+                for path, name in sorted(now)
+                if now[path, name] != self._scalings[path, name]
+            ]
             words = f", with the LoRA scalings {_some(changed)} ({zlib.crc32(repr(changed).encode()):08x})"
-        if off and len(off) < len(self._layers):
+        if len(active) > 1:
+            kinds = [f"{list(names)} on {path}" for names, path in active.items()]
             error = UnsupportedError(
-                f"the adapter of {_some(sorted(off))} is switched off, and others are on",
+                f"single LoRA layers are switched: {_some(kinds)}",
                 why="replicas switch all LoRA layers together",
                 fix="change single layers with set_scale, scale_layer or requires_grad",
             )
-        elif off and self._copies:
+        elif () in active and self._copies:
             error = UnsupportedError(
                 f"the adapter is switched off, or merged, and trains copies of {_some(self._copies)}",
                 why="replicas have the trained copies, not the layers that they replace",
@@ -236,26 +247,31 @@ class AdapterLayers:
                 why="the batches of a step are trained together",
                 fix="change it between steps, such as in on_step_begin or on_step_end",
             )
-        return not off, words, error
+        return next(iter(active), ()), words, error
 
     def apply(self) -> None:
         """Uses the present factors from now on. Not collective; on all ranks, the same."""
         self._scalings = self._now()
 
-    def set_replicas(self, on: bool) -> None:
-        """Makes the replicas act like this model's layers, or without the adapter."""
+    def set_replicas(self, active: tuple[str, ...] | None) -> None:
+        """Makes the replicas act like this model's layers, with these adapters."""
         for path, layer in self._replicas:
-            layer._disable_adapters = not on
-            layer.scaling[self._name] = self._scalings[path]
+            layer._disable_adapters = not active
+            layer._active_adapter = list(active or layer.active_adapters)
+            for name in layer.scaling:
+                layer.scaling[name] = self._scalings[path, name]
         for layer in self._rows:
-            layer._disable_adapters = not on
+            layer._disable_adapters = not active
 
 
-def nothing_to_train(adapters: bool, rank: int) -> HotspaError:
-    """The error for a forward with gradients that reaches no trained parameter: adapters are off, or all is frozen."""
-    if not adapters:
+def nothing_to_train(active: tuple[str, ...] | None, trained: tuple[str, ...] | None, rank: int) -> HotspaError:
+    """The error for a forward with gradients that reaches no trained parameter: adapters are off or switched to others, or
+    all is frozen."""
+    if active != trained:
         return UnsupportedError(
-            "a forward with gradients while adapters are switched off, or merged",
+            f"a forward with gradients through the adapter {active[0]!r}, and {trained[0]!r} is trained"
+            if active and trained
+            else "a forward with gradients while adapters are switched off, or merged",
             where=f"rank {rank}",
             fix="call it under torch.no_grad(), as a reference",
         )
@@ -355,9 +371,10 @@ class ObjectChanges:
             if guards:
                 guard(self._model)
 
-    def inspect_modules(self, inside: bool = False) -> tuple[str, HotspaError | None]:
+    def inspect_modules(self, inside: bool = False, trains: bool = True) -> tuple[str, HotspaError | None]:
         """Returns the changes since the last step, as text (equal on all ranks with equal changes), and an error for
-        unsupported ones: all if more batches of the step follow (`inside`). Not collective."""
+        unsupported ones: all if more batches of the step follow (`inside`). `trains`: whether gradients follow;
+        `requires_grad` is not read otherwise, as switching adapters changes it. Not collective."""
         layout, parameters = self._named()
         if layout != self._layout:
             return "", self._other_layout(layout)
@@ -371,6 +388,8 @@ class ObjectChanges:
             num_trained += parameter.requires_grad
             if parameter.requires_grad != at_start:
                 (frozen.add if at_start else thawed.append)(name)
+        if not trains:
+            frozen, thawed = set(self.frozen), []
         self.all_frozen = bool(frozen) and not num_trained
         weights = self.digest is not None and weights_digest(self._model) != self.digest
         self._changed = buffers, frozenset(frozen), weights

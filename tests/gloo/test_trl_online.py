@@ -55,6 +55,10 @@ CASES = {
         "GRPO", TWO, "prompts", {**RL, "beta": 0.04, "num_iterations": 2, "use_bias_correction_kl": True}, lora=True, wide=True
     ),
     "rloo with adapters": Case("RLOO", OTHER, "prompts", {**RL, "beta": 0.05}, lora=True, wide=True),
+    "grpo of an adapter": Case(
+        "GRPO", TWO, "prompts", {**RL, "beta": 0.04, "num_iterations": 2, **EVALUATES}, lora="default", wide=True
+    ),
+    "rloo of an adapter": Case("RLOO", OTHER, "prompts", {**RL, "beta": 0.05, "max_steps": 3}, lora="default"),
     "grpo of experts": Case("GRPO", MOE, "prompts", {**RL, "num_iterations": 2, **EVALUATES}, family=MIXTURE, wide=True),
     "grpo, masks": Case(
         "GRPO", OTHER, "prompts",

@@ -62,7 +62,12 @@ def test_other_tuners_are_refused_by_name():
 def test_adapters_that_would_not_be_trained_are_refused():
     model = adapted()
     model.add_adapter("second", config())
-    with pytest.raises(UnsupportedError, match=r"\['default', 'second'\]"):
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(UnsupportedError, match=r"\['default', 'second'\] act together"):
+        describe_model(model)
+    model.set_adapter("second")
+    model.set_requires_grad("default")
+    with pytest.raises(UnsupportedError, match="the adapter 'default' requires gradients, and 'second' acts"):
         describe_model(model)
     model = adapted()
     model.merge_adapter()
@@ -198,6 +203,6 @@ def test_a_config_that_derives_from_pefts_is_read_as_pefts() -> None:
     model = get_peft_model(tiny_model("llama_gqa_bias"), Wider(r=2, target_modules=["q_proj"], more="x"))
     added = read_adapters(model)
     assert added is not None
-    assert type(added.config) is LoraConfig
-    assert not hasattr(added.config, "more")
-    assert added.config.r == 2
+    assert type(added.configs["default"]) is LoraConfig
+    assert not hasattr(added.configs["default"], "more")
+    assert added.configs["default"].r == 2

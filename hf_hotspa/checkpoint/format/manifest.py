@@ -160,11 +160,15 @@ class Manifest:
 
     @property
     def adapter_weights(self) -> str | None:
-        """The file of an adapter's weights, in a folder if the adapter has a name; None if the model is complete."""
-        for _, name in self.model_files():
-            folder, slash, file = name.rpartition("/")
-            if file == ADAPTER_CONFIG:
-                return f"{folder}{slash}{ADAPTER_WEIGHTS}"
+        """The file of the trained adapter's weights, in a folder if the adapter has a name; None if the model is
+        complete."""
+        folders = [
+            name.rpartition("/")[0] for _, name in self.model_files() if name.rpartition("/")[2] == ADAPTER_CONFIG
+        ]
+        for folder in folders:
+            own = f".{folder or 'default'}.weight"
+            if len(folders) == 1 or any(parameter.name.endswith(own) for parameter in self.parameters):
+                return f"{folder}/{ADAPTER_WEIGHTS}".lstrip("/")
         return None
 
     def located(self, name: str) -> str:

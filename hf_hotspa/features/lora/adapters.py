@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT: what a `PeftModel` holds, which adapters train exactly, and how a replica gets its own.
+"""LoRA adapters of PEFT: what a `PeftModel` holds, which adapters train exactly, and how a replica gets them.
 
 A LoRA layer computes `W x + s B A x` (Hu et al., 2021) with a frozen base weight W; A [r, in] and B [out, r] are trained.
 Where tensor parallelism cuts W, the adapter follows it:
@@ -64,31 +64,33 @@ _REFUSED: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapter of a model as plain data.
+    """The adapters of a model as plain data. One is trained, and acts in training; others are frozen, and act in forwards
+    for which the user's model is switched to them (a reference).
 
     Args:
-        name: Its name in PEFT (`default`).
-        config: The `LoraConfig` with which replicas are injected; it initializes nothing.
-        scalings: The factor s of every LoRA layer, by the layer's name in the transformers model.
+        name: The trained one's name in PEFT (`default`).
+        configs: The `LoraConfig`s with which replicas are injected, by adapter, as they were added; they initialize nothing.
+        scalings: The factors s of every LoRA layer by adapter, by the layer's name in the transformers model.
         inside: Where each wrapper of PEFT has the layer that it runs, by the wrapper's name.
         parameters: The adapted parameter of each layer that adapts fused experts, by the layer's name. Layers of one module
             are nested: `….experts` and `….experts.base_layer`.
     """
 
     name: str
-    config: "LoraConfig"
-    scalings: Mapping[str, float]
+    configs: Mapping[str, "LoraConfig"]
+    scalings: Mapping[str, Mapping[str, float]]
     parameters: Mapping[str, str] = field(default_factory=dict)
     inside: Mapping[str, str] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Equal on ranks whose adapters compute the same from the same weights."""
-        facts = self.name, sorted(self.scalings.items()), sorted(self.inside.items())
+        scalings = [(layer, sorted(factors.items())) for layer, factors in sorted(self.scalings.items())]
+        facts = self.name, scalings, sorted(self.inside.items())
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @property
     def rank(self) -> int:
-        return int(self.config.r)
+        return int(self.configs[self.name].r)
 
     @property
     def ep_unsupported_reason(self) -> str | None:
@@ -100,9 +102,10 @@ class Adapters:
         """For `….q_proj.lora_A.default.weight`: `….q_proj.weight` and `INPUTS`; for `lora_B` likewise `OUTPUTS`. For
         `….q_proj.base_layer.weight`: `….q_proj.weight` and None. Any other name unchanged, and None."""
         for factor, shared in _SHARED.items():
-            layer, added, leaf = name.rpartition(f".{factor}.{self.name}")
-            if added and leaf in ("", ".weight", ".bias") and layer in self.inside:
-                return f"{self._without_wrapper(layer)}.{self.parameters.get(layer, 'weight')}", shared
+            for adapter in self.configs:
+                layer, added, leaf = name.rpartition(f".{factor}.{adapter}")
+                if added and leaf in ("", ".weight", ".bias") and layer in self.inside:
+                    return f"{self._without_wrapper(layer)}.{self.parameters.get(layer, 'weight')}", shared
         module, _, leaf = name.rpartition(".")
         return f"{self._without_wrapper(module)}.{leaf}" if module else name, None
 
@@ -117,19 +120,28 @@ class Adapters:
         """Puts the LoRA layers, on the meta device, into a model freshly built by its class from its config."""
         from peft import inject_adapter_in_model
 
-        from hf_hotspa.features.lora.variants import put_dora
-
-        config = copy.deepcopy(self.config)  # injection writes the target modules that it matched into it
-        with_dora, config.use_dora = config.use_dora, False  # PEFT would read the weights' norms
-        inject_adapter_in_model(config, model, self.name, low_cpu_mem_usage=True)
+        for name, given in self.configs.items():
+            vars(model).pop("peft_config", None)  # of the one before, of which PEFT would warn
+            config = copy.deepcopy(given)  # injection writes the target modules that it matched into it
+            config.use_dora = False  # PEFT would read the weights' norms
+            inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
         for layer, place in self.inside.items():
             module: Any = model.get_submodule(layer)
             if place.startswith("modules_to_save."):  # no forward uses the replaced layer
                 module.original_module = nn.Identity()
             elif place.startswith("token_adapter."):  # nor the rows as they were
                 module.token_adapter.trainable_tokens_original.clear()
-            elif with_dora and layer in self.scalings and layer not in self.parameters:
-                put_dora(module, self.name)
+            else:
+                self._put_variants(layer, module)
+
+    def _put_variants(self, layer: str, module: Any) -> None:
+        from hf_hotspa.features.lora.variants import put_dora
+
+        for name in self.scalings.get(layer, ()):
+            if self.configs[name].use_dora and layer not in self.parameters:
+                put_dora(module, name)
+        if len(self.configs) > 1 and layer in self.scalings:  # the last one acts
+            module.set_adapter([self.name])
 
 
 def read_adapters(model: nn.Module) -> Adapters | None:
@@ -146,34 +158,91 @@ def read_adapters(model: nn.Module) -> Adapters | None:
     from peft import LoraConfig, PeftModel, PeftType
 
     configs = dict(model.peft_config)
-    if not isinstance(model, PeftModel) or len(configs) != 1:
+    if not isinstance(model, PeftModel):
         raise UnsupportedError(
             f"the {type(model).__name__} has the adapters {sorted(configs)}",
-            why="one adapter is trained at a time",
-            fix="make it with get_peft_model and one config; remove others with model.delete_adapter(...)",
+            why="adapters of several kinds may be mixed in it",
+            fix="make it with get_peft_model, and without mixed=True",
         )
-    [(name, config)] = configs.items()
-    # configs of other kinds derive from it, such as AdaLoRA's
-    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise UnsupportedError(
-            f"the adapter {name!r} is of the kind {kind} ({type(config).__name__})", why=_WHY, fix="use a LoraConfig"
-        )
+    for name, config in configs.items():
+        # configs of other kinds derive from it, such as AdaLoRA's
+        if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise UnsupportedError(
+                f"the adapter {name!r} is of the kind {kind} ({type(config).__name__})",
+                why=_WHY,
+                fix="use a LoraConfig",
+            )
     if not any(hasattr(module, "lora_A") for module in model.modules()):  # after merge_and_unload()
         return None
+    for config in configs.values():
+        _refuse_options(config)
+        _refuse_resized(model, config)
+    trained = _trained(model)
+    _refuse_idle(model, trained, configs[trained])
+    bare = bare_model(model)[0]
+    parameters = {path: module.parameter_name for path, module in bare.named_modules() if is_of_parameter(module)}
+    inside = {path: place for path, module in bare.named_modules() if (place := place_inside(module)) is not None}
+    if len(configs) > 1:
+        _refuse_other_neighbours(bare, configs)
+    replicated = {name: _for_replicas(config) for name, config in configs.items()}
+    return Adapters(trained, replicated, _scalings(bare), parameters, inside)
+
+
+def _refuse_options(config: "LoraConfig") -> None:
     for option, (why, fix) in _REFUSED.items():
         value = getattr(config, option, None)
         if value:
             raise UnsupportedError(f"the LoRA config has {option}={value!r}", why=why, fix=fix)
-    _refuse_idle(model, name, config)
-    _refuse_resized(model, config)
-    config = _plain(config)
+
+
+def _for_replicas(given: "LoraConfig") -> "LoraConfig":
+    config = _plain(given)
     config.init_lora_weights = False  # the values come from the model; inits such as PiSSA read the base weights
     config.inference_mode = False
-    bare = bare_model(model)[0]
-    parameters = {path: module.parameter_name for path, module in bare.named_modules() if is_of_parameter(module)}
-    inside = {path: place for path, module in bare.named_modules() if (place := place_inside(module)) is not None}
-    return Adapters(name, config, _scalings(bare, name), parameters, inside)
+    return config
+
+
+def _trained(model: nn.Module) -> str:
+    """The name of the adapter that acts, if it is the only one that does, and no other one would be trained."""
+    active, trainable = list(model.active_adapters), set[str]()
+    for module in model.modules():
+        for name, factor in (*getattr(module, "lora_A", {}).items(), *getattr(module, "lora_B", {}).items()):
+            if any(parameter.requires_grad for parameter in factor.parameters()):
+                trainable.add(name)
+    if len(active) != 1:
+        raise UnsupportedError(
+            f"the adapters {active} act together" if active else "no adapter acts",
+            why="one adapter acts, and is trained; others are frozen",
+            fix="call model.set_adapter(name); merge others into the base (merge_and_unload), or combine them first "
+            "(add_weighted_adapter)",
+        )
+    if others := sorted(trainable.difference(active)):
+        raise UnsupportedError(
+            f"the adapter {others[0]!r} requires gradients, and {active[0]!r} acts",
+            why="it takes no part in the forward, and would get none",
+            fix=f"call model.set_adapter({others[0]!r}) to train it, or model.set_requires_grad({others[0]!r}, False)",
+        )
+    return str(active[0])
+
+
+def _refuse_other_neighbours(bare: nn.Module, configs: Mapping[str, "LoraConfig"]) -> None:
+    """Raises an error if several adapters do more than to add to linear layers, or wrap different parameters."""
+    wrapped = {tuple(sorted(config.target_parameters or ())) for config in configs.values()}
+    kinds = {
+        f"modules_to_save={config.modules_to_save!r}": bool(config.modules_to_save) for config in configs.values()
+    } | {
+        "trainable_token_indices": any(config.trainable_token_indices for config in configs.values()),
+        "layers on an embedding": any(len(getattr(module, "lora_embedding_A", ())) for module in bare.modules()),
+        "different target_parameters": len(wrapped) > 1,
+    }
+    for kind, holds in kinds.items():
+        if holds:
+            raise UnsupportedError(
+                f"the adapters {sorted(configs)} have {kind}",
+                why="several adapters of a model are exact only if they add to linear layers, or to the same parameters",
+                fix="leave it out, remove others with model.delete_adapter(...), or give a reference as ref_model",
+            )
 
 
 def _plain(given: "LoraConfig") -> "LoraConfig":
@@ -231,14 +300,14 @@ def _refuse_resized(model: nn.Module, config: "LoraConfig") -> None:
         )
 
 
-def _scalings(bare: nn.Module, name: str) -> dict[str, float]:
-    """The scaling of each LoRA layer; raises an error unless all wrappers are known, on known layers."""
+def _scalings(bare: nn.Module) -> dict[str, dict[str, float]]:
+    """The factors of each LoRA layer by adapter; raises an error unless all wrappers are known, on known layers."""
     from peft.tuners.lora import Embedding, Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     head = bare.get_output_embeddings() if isinstance(bare, PreTrainedModel) else None
-    scalings, packed = dict[str, float](), packed_layers(bare)
+    scalings, packed = dict[str, dict[str, float]](), packed_layers(bare)
     for path, module in bare.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             _refuse_other_copies(bare, path, module, packed)
@@ -259,12 +328,12 @@ def _scalings(bare: nn.Module, name: str) -> dict[str, float]:
                 why=_WHY,
                 fix="target plain linear layers and embeddings",
             )
-        _refuse_variants(path, module, name, is_head=module is head)
-        scalings[path] = float(module.scaling[name])
+        _refuse_variants(path, module, is_head=module is head)
+        scalings[path] = {adapter: float(factor) for adapter, factor in module.scaling.items()}
     return scalings
 
 
-def _refuse_variants(path: str, module: Any, name: str, is_head: bool) -> None:
+def _refuse_variants(path: str, module: Any, is_head: bool) -> None:
     """Raises an error for a variant of LoRA other than DoRA, and for dropout on the head."""
     other = [type(v).__name__ for v in module.lora_variant.values() if not type(v).__name__.startswith("Dora")]
     if other:
@@ -273,9 +342,10 @@ def _refuse_variants(path: str, module: Any, name: str, is_head: bool) -> None:
             why=_WHY,
             fix="use LoRA, rsLoRA (use_rslora=True) or DoRA (use_dora=True)",
         )
-    if is_head and getattr(module.lora_dropout[name], "p", 0.0) > 0:
+    rate = max((getattr(dropout, "p", 0.0) for dropout in module.lora_dropout.values()), default=0.0)
+    if is_head and rate > 0:
         raise UnsupportedError(
-            f"the adapter on the head {path!r} has lora_dropout={module.lora_dropout[name].p}",
+            f"the adapter on the head {path!r} has lora_dropout={rate}",
             why="the head runs on parts of a pack, and on some of them twice, which would draw other masks",
             fix="set lora_dropout=0, or leave the head out of target_modules",
         )

@@ -110,7 +110,8 @@ def use_shards(replica: Replica, description: ModelDescription) -> None:
             spec = specs.get(description.weight_of(name))
             is_table = isinstance(base_layer(module), nn.Embedding)
             if spec is not None and spec.shard_dim == (0 if is_table else 1):
-                _sum_inputs(module, added.name, partial(_sum, group=tensor.group), tensor.size)
+                for own in added.scalings[name]:
+                    _sum_inputs(module, own, partial(_sum, group=tensor.group), tensor.size)
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
