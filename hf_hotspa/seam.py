@@ -36,6 +36,7 @@ FEATURES = (
     "lora",
     "token_chunks",
     "low_bit_optimizers",
+    "heads",
 )
 """Names of folders. Attachments of a replica are made in this order."""
 
@@ -103,6 +104,8 @@ class Described:
     packed: Callable[[], Mapping[str, Any]] = dict
     # reads the modules that it added beside the model's weights (`model.model_kind.AddedModules`); None for none
     added: Callable[[], Any] = lambda: None
+    # reads how tokens are read of a model without a vocabulary's head (`model.model_kind.Readout`); None for another model
+    readout: Callable[[], Any] = lambda: None
     # returns how many layers add an auxiliary loss (`parallel.head_loss`), or called with True, would if asked to; raises
     # `UnsupportedError`: it is not one of tokens and sequences
     auxiliary_layers: Callable[[bool], int] = lambda if_asked: 0

@@ -4,6 +4,7 @@ The loaders, the order of rows and the workers are the stock Trainer's; the coll
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,7 @@ from hf_hotspa.data.prepare import prepare_dataset, refuse_guessed, tokenize_row
 from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.exchanges import set_class
-from hf_hotspa.model.model_kind import has_absolute_positions
+from hf_hotspa.model.model_kind import has_absolute_positions, readout_of
 from hf_hotspa.packing.bucketing import check_lengths
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.rope import length_borders
@@ -43,6 +44,10 @@ from hf_hotspa.trainer.same_run import RowOrder
 logger = logging.getLogger(__name__)
 
 _SETS_KEPT = 9
+_OF_ROWS = {
+    "hotspa_overlong": collating.ERROR, "hotspa_empty_rows": collating.ERROR, "hotspa_mini_batch_size": None,
+}  # fmt: skip
+"""Flags of rows of text, and the values without effect."""
 _SAMPLED_BATCHES = 16
 _MOST_ROWS = 50_000
 """Most rows of a Python data set that are read before training, at about 0.2 ms each; of a larger one, the first
@@ -178,6 +183,7 @@ class Rows:
         order: The order of the training rows.
         parts: The parts of the training stream that ranks read by themselves.
         default_collator: The stock Trainer's choice if no data collator was given, else None.
+        cleaned: Leaves labels out of a batch that could not be trained here; returns other batches unchanged.
     """
 
     def __init__(self, trainer: HasRun, loss_columns: Sequence[str] = (), prepares: bool = True) -> None:
@@ -190,6 +196,28 @@ class Rows:
         # distributes the rows of an explicit `hotspa_mini_batch_size`, if set
         self.sampler: MiniBatchSampler | None = None
         self.parts, self.order = StreamParts(None, self._args), RowOrder()
+        self.cleaned: Callable[[Any], Any] = collating.without_padded_from
+        self._read: tuple[Any, bool] = None, False  # a model, and whether its own forward reads labels
+
+    @property
+    def has_own_labels(self) -> bool:
+        """Whether the model's own forward reads labels, of any shape (`model.model_kind.Readout`): batches are then as in the
+        class behind."""
+        model = self._trainer.model
+        if self._read[0] is None or self._read[0]() is not model:
+            self._read = weakref.ref(model), readout_of(model) is not None
+        return self._read[1]
+
+    def take_model(self) -> None:
+        """Notes what the trainer's present model reads. Raises `UnsupportedError` for flags that it cannot honour."""
+        self.cleaned = _unchanged if self.has_own_labels else collating.without_padded_from
+        for name, nothing in _OF_ROWS.items() if self.has_own_labels else ():
+            if (value := getattr(self._args, name)) != nothing:
+                raise UnsupportedError(
+                    f"{name}={value!r} with a {type(bare_model(self._trainer.model)[0]).__name__}",
+                    why="rows and labels are prepared and batched as by the stock Trainer, whatever the labels are",
+                    fix="truncate, filter and batch rows in the data set, the collator and the stock arguments",
+                )
 
     # -- what loaders are given ---------------------------------------------------------------------------------------
 
@@ -206,15 +234,18 @@ class Rows:
         if isinstance(collator, collating.PackedBucketCollator):
             self._say("PackedBucketCollator is for custom training loops; here rows are packed: pass no data_collator")
             return None
-        return None if collator is self.default_collator else collator
+        return None if collator is self.default_collator and not self.has_own_labels else collator
 
     def _tokenizer(self) -> Any:
         processing_class = getattr(self._trainer, "processing_class", None)
-        is_tokenizer = self._prepares and isinstance(processing_class, PreTrainedTokenizerBase)
+        is_tokenizer = (
+            self._prepares and not self.has_own_labels and isinstance(processing_class, PreTrainedTokenizerBase)
+        )
         return processing_class if is_tokenizer else None
 
     def collator(self, dataset: object, is_training: bool) -> "RowCollator":
         """The collator for a loader of a data set."""
+        self.take_model()
         args, signature = self._args, self._signature()
         names, tokenizer = getattr(dataset, "column_names", None) or (), self._tokenizer()
         if tokenizer is not None and is_stream(dataset):
@@ -225,6 +256,7 @@ class Rows:
             counts=is_training and (args.hotspa_overlong != collating.ERROR or args.hotspa_skips_empty),
             unsupported=self._unsupported_columns(), borders=length_borders(self._config()), longest=self._longest,
             kept=frozenset(signature) | set(collating.kept_columns(names, self._loss_columns)),
+            is_plain=self.has_own_labels,
         )  # fmt: skip
         self._collators.append(collator)
         for border in collator.borders if is_training else ():
@@ -387,7 +419,7 @@ class Rows:
             unsupported=self._unsupported_columns(),
         )
         quiet = args.disable_tqdm or args.process_index != 0
-        if len(dataset):
+        if len(dataset) and not self.has_own_labels:
             collating.with_masks(dataset[0], 0)
         with args.main_process_first(desc="scan of the sequence lengths"):
             names = getattr(dataset, "column_names", None)
@@ -395,6 +427,8 @@ class Rows:
                 skips = args.hotspa_skips_empty
                 dataset = prepare_dataset(dataset, tokenizer, keep=self._loss_columns, skips_empty=skips)
             rendered = _Rendered.of(dataset, tokenizer, args.hotspa_skips_empty)
+            if self.has_own_labels:
+                rendered = _Tokens.of(dataset)
             return dataset, scan_dataset(rendered, rules=rules, disable_progress=quiet)
 
     def table(self, dataset: object, longest: int) -> SequenceTable | None:
@@ -420,7 +454,7 @@ class Rows:
         trained = None if self.sampled else trained
         tables = agreement.run("auto strategies", scanned)
         if self.sampled:
-            tables.insert(0, lengths_of_first(loader, _SAMPLED_BATCHES, agreement))
+            tables.insert(0, lengths_of_first(loader, _SAMPLED_BATCHES, agreement, self.has_own_labels))
         if not tables:
             raise DataError(
                 "hotspa_strategies=auto has no rows to choose strategies for",
@@ -469,7 +503,33 @@ class _Rendered:
         return tokenize_rows([self._dataset[row]], self._tokenizer, self._skips_empty)[0]
 
 
-def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> SequenceTable:
+class _Tokens:
+    """Rows of any data set without labels, which may be of any shape."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    @classmethod
+    def of(cls, dataset: Any) -> Any:
+        if not isinstance(dataset, datasets.Dataset):
+            return cls(dataset)
+        return dataset.select_columns([name for name in dataset.column_names if name in _INPUTS])
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> Any:
+        return {name: value for name, value in self._dataset[row].items() if name in _INPUTS}
+
+
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def lengths_of_first(loader: Any, batches: int, agreement: Agreement, has_own_labels: bool = False) -> SequenceTable:
     """The lengths of the rows of a loader's first batches, of all ranks. Collective.
 
     The loader is iterated once more when training begins; the random generators are restored. Raises `HotspaError` on
@@ -485,10 +545,11 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> Sequenc
             )
         lengths = list[int]()
         for batch in islice(loader, batches):
-            read = collating.without_padded_from(batch)
-            names = [name for name in (*ROW_COLUMNS, *FLAT_COLUMNS) if isinstance(read.get(name), Tensor)]
-            known = {name: read[name] for name in names}
-            lengths += [len(document.ids) for document in read_batch(known, _ANY, _ANY, agreement.rank)]
+            read = batch if has_own_labels else collating.without_padded_from(batch)
+            known = _INPUTS if has_own_labels else (*ROW_COLUMNS, *FLAT_COLUMNS)
+            names = [name for name in known if isinstance(read.get(name), Tensor)]
+            columns = {name: read[name] for name in names}
+            lengths += [len(document.ids) for document in read_batch(columns, _ANY, _ANY, agreement.rank)]
         return lengths
 
     try:

@@ -219,6 +219,7 @@ class Run:
         trainer, agreement, rows, own = self.trainer, self.ranks.agreement(), self.rows, self.loss
         args, model, given, watchers = trainer.args, trainer.model, trainer.eval_dataset, Watchers()
         args.model_recomputes = recomputes(bare_model(model)[0])
+        rows.take_model()
         weights = self.source.weights_folder(model)
         if own is not None:
             read = trainer.train_dataset if trainer.train_dataset is not None else given

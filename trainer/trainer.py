@@ -363,7 +363,7 @@ class SwitchedMixin(_Base):
 
     def _prepare_inputs(self, inputs: object) -> Any:
         """As in the class behind, without the labels that `get_batch_samples` leaves out in training."""
-        if not self._hotspa.backing.is_stock and (read := collating.without_padded_from(inputs)) is not inputs:
+        if not self._hotspa.backing.is_stock and (read := self._hotspa.rows.cleaned(inputs)) is not inputs:
             collating.say_left_out()
             inputs = read
         return super()._prepare_inputs(inputs)
@@ -502,8 +502,8 @@ def _agreed(
     trainer: SwitchedMixin, switched: SwitchedModel, batches: list[Any], error: HotspaError | None
 ) -> list[Any]:
     """The batches as they are trained, when all ranks have as many, and none has an error. Collective."""
-    now, order = trainer._hotspa.now, trainer._hotspa.rows.order
-    read = [*map(collating.without_padded_from, batches)]
+    now, rows = trainer._hotspa.now, trainer._hotspa.rows
+    read, order = [*map(rows.cleaned, batches)], rows.order
     changed = any(map(is_not, read, batches))
     if switched.same_batches(len(batches), error, changed, order.words() if order.watches else ""):
         collating.say_left_out()
@@ -526,7 +526,7 @@ def _announced(trainer: SwitchedMixin, switched: SwitchedModel, batches: list[An
     # else each batch is scored separately
     models_own = trainer.label_smoother is None and trainer.compute_loss_func is None
     first = batches[0] if len(batches) > 1 and models_own and switched.missed < _MISSED else None
-    if isinstance(first, dict) and "labels" in first:
+    if isinstance(first, dict) and ("labels" in first or run.rows.has_own_labels):
         given = trainer.model_accepts_loss_kwargs and run.prepares  # TRL's losses divide by it themselves
         switched.announce(batches, num_items if given else None)
     return num_items

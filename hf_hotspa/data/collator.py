@@ -502,9 +502,10 @@ class RowCollator:
     borders: tuple[int, ...] = ()  # as in `RowRules`
     longest: int | None = None
     kept: frozenset[str] = frozenset()
+    is_plain: bool = False  # whether rows are only collated: their labels may be of any kind
 
     def __post_init__(self) -> None:
-        self._passes_masks_over = is_stock(self.collator)
+        self._passes_masks_over = is_stock(self.collator) and not self.is_plain
 
     def __call__(self, examples: Sequence[Any]) -> Any:
         """Returns the batch of some rows, on the host. Raises `DataError`: a row cannot be read. Raises

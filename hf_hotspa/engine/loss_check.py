@@ -47,6 +47,9 @@ def check_loss(
     """Raises for a loss that is not a sum, and on rank 0 for one that would be silently replaced by another. `device`:
     where the loss computes: a custom loss may hold tensors. Raises `UnsupportedError`: naming the loss."""
     loss = options.loss
+    if description.readout is not None:
+        _check_readout(model, description, options, rank)
+        return
     if isinstance(loss, SequenceLoss) and description.auxiliary_layers:
         raise UnsupportedError(
             f"the loss {loss.name} beside output_router_logits=True",
@@ -57,6 +60,22 @@ def check_loss(
         check_own_loss(loss, vocabulary_of_logits(description), device)
     if rank == 0 and not options.label_smoothing and (loss is None or loss.of_model):
         check_model_loss(model, description, loss if isinstance(loss, SequenceLoss) else None)
+
+
+def _check_readout(model: nn.Module, description: ModelDescription, options: EngineOptions, rank: int) -> None:
+    if options.loss is not None or options.label_smoothing:
+        raise UnsupportedError(
+            f"a custom loss, or label smoothing, of a {description.model_class.__name__}",
+            why="these are of a vocabulary's log-probabilities, and it has none",
+            fix="give compute_loss_func, or override compute_loss",
+        )
+    assert description.readout is not None
+    if rank:
+        return
+    if any(p.is_meta for p in model.parameters()):
+        _check_class(model, "it has no weights to look at", None)
+    else:
+        description.readout.check(model)
 
 
 # -- custom losses ----------------------------------------------------------------------------------------------------

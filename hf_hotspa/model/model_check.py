@@ -23,8 +23,8 @@ from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
 from hf_hotspa.parallel.wrapped_model import bare_model
 
-_OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
-"""Fields that a call of a forward may override, or that say where a config is from."""
+_OF_A_CALL = ("use_cache", "output_router_logits", "problem_type", "_commit_hash", "transformers_version")
+"""Fields that a call of a forward may override or set, or that say where a config is from."""
 
 _OF_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
 """Fields that trainers copy from the tokenizer, on built objects."""

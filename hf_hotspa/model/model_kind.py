@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -28,7 +28,10 @@ from hf_hotspa.parallel.head_loss import BaseOutput
 from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, replaced_modules, unwrapped_modules
 from hf_hotspa.seam import hooks
 
-_FIX = "pass what AutoModelForCausalLM.from_config or from_pretrained returns, or a subclass of such a model"
+_FIX = (
+    "pass what AutoModelForCausalLM.from_config or from_pretrained returns, or a subclass of such a model, or a model of such a "
+    "family whose heads map single tokens (docs/heads.md)"
+)
 
 
 def refuse_other_models(model: nn.Module) -> None:
@@ -79,6 +82,8 @@ def _other_kind(model: PreTrainedModel) -> str | None:
     if text_base(model) is not None:
         names |= set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
     own = type(model).__module__.startswith("transformers.")
+    if readout_of(model) is not None:
+        return None
     if own and not any(kind.__name__ in names for kind in type(model).__mro__):
         return "AutoModelForCausalLM knows no class of that name"
     try:
@@ -88,6 +93,40 @@ def _other_kind(model: PreTrainedModel) -> str | None:
     if ends[0] is None or ends[1] is None:
         return f"it has no {'input embedding' if ends[0] is None else 'output embedding (language-model head)'}"
     return None
+
+
+class Readout(Protocol):
+    """How a model is read whose head is not a vocabulary's, as plain data: some of its modules make `width` numbers of the last
+    hidden state of each token alone, on the last stage, whole on every rank of tp; the rank that has the rows gets them, and
+    its own forward makes everything else of them.
+
+    Attributes:
+        width: The numbers of a token.
+    """
+
+    @property
+    def width(self) -> int: ...
+
+    def reader(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Of a replica's model on a last stage: maps hidden states [1, t, h] to [1, t, width]."""
+
+    def outputs(self, model: nn.Module, numbers: Tensor, given: Mapping[str, Any]) -> Any:
+        """What the model's own forward returns for `given`, from the `numbers` [B, L, width] of its tokens. Its base and the
+        modules that make these are not called. Raises `UnsupportedError`: it asks the base for more, or changes its
+        inputs."""
+
+    def error(self, model: nn.Module, given: Mapping[str, Any]) -> UnsupportedError | None:
+        """Returns why `outputs` cannot be had for `given`, or would depend on padding, before anything is computed."""
+
+    def check(self, model: nn.Module) -> None:
+        """Compares with the model's own forward of a few tokens. `model`: the user's, which has weights. Raises
+        `UnsupportedError`: another result."""
+
+
+def readout_of(model: nn.Module) -> Readout | None:
+    """How a model without a vocabulary's head is read; None for a causal language model, and one of another kind. Raises
+    `UnsupportedError`: it cannot be read token by token."""
+    return next((own for hook in hooks("describe") if (own := hook(model, None).readout()) is not None), None)
 
 
 def refuse_own_attention(model: PreTrainedModel) -> None:

@@ -267,7 +267,8 @@ class TokenShares:
 class KeptForward(NamedTuple):
     """The output of a last stage's layers for a pack, with its graph."""
 
-    hidden: Tensor  # [1, T, hidden size], the input of the head: of all tokens under sequence parallelism
+    # [1, T, hidden size], the input of the head: of all tokens under sequence parallelism; or the numbers that were read
+    hidden: Tensor
     inputs: dict[str, Any]  # the model's arguments
     micro_batch: MicroBatch  # this rank's tokens of the pack
 
@@ -297,9 +298,16 @@ class LossHead:
     ) -> None:
         self.widths, self._sharers, self._own = widths, sharers, options.loss
         self._model, self._base = model, model.get_submodule(description.base)
-        self.tail = Tail(model, description.base, description.head) if is_last else None
+        readout = description.readout
+        # what reads tokens, in the place of a vocabulary's head
+        self._read = readout.reader(model) if readout is not None and is_last else None
+        self.tail = Tail(model, description.base, description.head) if is_last and readout is None else None
         self.objective: Objective = LogitLoss(
-            mesh.tensor, options.loss, options.label_smoothing, vocabulary_of_logits(description), widths
+            mesh.tensor if readout is None else None,
+            options.loss,
+            options.label_smoothing,
+            vocabulary_of_logits(description),
+            widths,
         )
         whole = isinstance(options.loss, SequenceLoss)  # of the vocabulary
         self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(sum(widths) if whole else max(widths))
@@ -324,14 +332,16 @@ class LossHead:
             return self.instead(self._base(**inputs).last_hidden_state, inputs)
         loss_of = self.objective.of(micro_batch, whole, scale)
         in_chunks = self.logits is None and num_tokens > self._chunk_tokens
-        if not (in_chunks or self.keeps_graphs or self._sharers is not None):
+        if not (in_chunks or self.keeps_graphs or self._sharers is not None or self._read is not None):
             # squeezed, not indexed: the gradient of an index is another buffer as large as the logits
             logits = self._model(**inputs).logits.squeeze(0)
             if self.logits is not None:
                 self.logits.append(logits[:num_tokens])
             return loss_of(logits, slice(0, micro_batch.num_tokens))
         hidden = self._base(**inputs).last_hidden_state
-        if self._sharers is not None:
+        if self._read is not None:
+            hidden = self._read(hidden)
+        elif self._sharers is not None:
             hidden = gather_tokens(hidden, self._sharers)
         kept = KeptForward(hidden, inputs, micro_batch)
         if not self.keeps_graphs:
@@ -342,6 +352,10 @@ class LossHead:
 
     def _loss_behind(self, kept: KeptForward, loss_of: LossOfLogits, num_tokens: int) -> Tensor:
         (hidden, inputs, micro_batch), tail, most = kept, self.tail, self._chunk_tokens
+        if self._read is not None:  # of all tokens, or of this rank's share
+            size = hidden.shape[1]
+            first = 0 if self._sharers is None else dist.get_rank(self._sharers) * size
+            return loss_of(hidden.squeeze(0), slice(first, first + size))
         assert tail is not None
         if self.logits is not None or num_tokens <= most:
             logits = tail(hidden, inputs)
@@ -380,7 +394,7 @@ def _stage_model(description: ModelDescription, layers_here: Collection[int], is
         for name in description.norms:
             setattr(base, name, PassThrough())
         top = description.base.partition(".")[0]
-        for name in {description.head, *(name for name, _ in model.named_children() if name != top)}:
+        for name in filter(None, {description.head, *(name for name, _ in model.named_children() if name != top)}):
             model.set_submodule(name, PassThrough())
     return model
 
@@ -440,7 +454,9 @@ class Replica:
         if strategy.rc:
             recompute = next(iter(self.calls["recompute"]), partial(checkpoint, use_reentrant=False))
             recompute_layers(self.model, recompute, every=strategy.rc)
-        widths = self._shard(description) if mesh.tensor is not None else (description.shape.vocab_size,)
+        if mesh.tensor is not None:
+            self._shard(description)
+        widths = self._widths(description)
         self.head = LossHead(self.model, description, options, mesh, widths, self.tokens.group, self.is_last)
         for divided in self.calls["divided"]:
             divided(self)
@@ -493,19 +509,25 @@ class Replica:
             )
         return owned
 
-    def _shard(self, description: ModelDescription) -> tuple[int, ...]:
-        """Divides the layers over the ranks of tp; returns the rows of the vocabulary in each shard."""
+    def _widths(self, description: ModelDescription) -> tuple[int, ...]:
+        """The rows of the vocabulary in each shard."""
+        if description.readout is not None:
+            return (description.readout.width,)
+        return self.shards.widths[description.head] if self.mesh.tensor is not None else (description.shape.vocab_size,)
+
+    def _shard(self, description: ModelDescription) -> None:
+        """Divides the layers over the ranks of tp."""
         strategy, tensor = self.mesh.strategy, self.mesh.tensor
         assert tensor is not None
         modules = dict(self.model.named_modules())
-        rows = self.shards.widths[description.head]
+        rows = self._widths(description)
         for name, (_, heads, kv_heads) in description.local_heads(strategy.tp, tensor.shard).items():
             if name in modules:
                 own = getattr(modules[name], "hotspa_set_heads", None)
                 set_heads = own or partial(set_local_heads, modules[name])
                 set_heads(heads, kv_heads)
         num_logits = vocabulary_of_logits(description)
-        if num_logits < sum(rows):
+        if description.readout is None and num_logits < sum(rows):
             self.model.config = copy.copy(self.model.config)
             left = num_logits - sum(rows[: tensor.shard])
             self.model.config.unpadded_vocab_size = min(max(left, 0), rows[tensor.shard])
@@ -515,7 +537,6 @@ class Replica:
             apply_sequence_parallel(present, *self.shards, tensor)
         else:
             self.calls["end"].append(apply_tensor_parallel(present, *self.shards, tensor))
-        return rows
 
     def _use_packed(self, description: ModelDescription) -> None:
         """Replaces products by ones with this rank's shards of packed weights."""

@@ -23,8 +23,10 @@ from hf_hotspa.model.model_kind import (
     INPUTS,
     OUTPUTS,
     AddedModules,
+    Readout,
     attention_dropouts,
     of_text,
+    readout_of,
     refuse_dropout,
     refuse_idle_adapters,
     refuse_other_models,
@@ -60,7 +62,7 @@ class ModelDescription:
     layers: tuple[str, ...]
     embeddings: tuple[str, ...]  # names, inside the base model, of the modules before the layers
     norms: tuple[str, ...]  # names, inside the base model, of the modules after the layers
-    head: str  # name of the output embedding
+    head: str  # name of the output embedding; empty with a `readout`
     styles: Mapping[str, str]  # tensor-parallel style by module name
     # query heads and key/value heads of attention modules with cut heads, by name
     attention_heads: Mapping[str, tuple[int, int]]
@@ -76,11 +78,12 @@ class ModelDescription:
     added: AddedModules | None = None  # what was added beside its weights, such as an adapter
     # its layers whose frozen weights are held in another form, by name without the adapter
     packed: Mapping[str, PackedLayer] = field(default_factory=dict)
+    readout: Readout | None = None  # how tokens are read, in the place of a vocabulary's head
 
     def digest(self) -> str:
         """Equal on ranks whose models and layouts agree."""
         added = self.added.digest() if self.added is not None else ""
-        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {added} {self.paddings} {sorted(self.switched_off)} {self.packed}"
+        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {added} {self.paddings} {sorted(self.switched_off)} {self.packed} {self.readout}"
 
     def local_name(self, name: str) -> str:
         """A parameter's name in `model_class`."""
@@ -108,6 +111,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def vocabulary_of_logits(description: ModelDescription) -> int:
     """Returns the logits per token; some heads are wider than the vocabulary, and the family drops the rest."""
+    if description.readout is not None:
+        return description.readout.width
     text = description.config.get_text_config()
     return getattr(text, "unpadded_vocab_size", None) or description.shape.vocab_size
 
@@ -175,6 +180,7 @@ class _Structure:
     norms: tuple[str, ...]
     input_embedding: str
     head: str
+    readout: Readout | None
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -214,7 +220,8 @@ class _Structure:
             self.beside(f"{name}.weight")[0].removesuffix(".weight"): layer
             for name, layer in packed_layers(self.model, self.compute_dtype).items()
         }
-        end = next((name for name in (self.input_embedding, self.head) if name in packed), None)
+        ends = (name for name in packed if name in (self.input_embedding, self.head) or self.is_behind(name))
+        end = next(ends, None)
         if end is not None:
             raise UnsupportedError(
                 f"the weight of {end!r} is in {packed[end].form}",
@@ -222,6 +229,10 @@ class _Structure:
                 fix=f"leave it as it is, as transformers does: {packed[end].skip.format(name=end)}",
             )
         return packed
+
+    def is_behind(self, name: str) -> bool:
+        """Whether a module or parameter is behind the base."""
+        return not name.startswith(f"{self.base.partition('.')[0]}.")
 
     @cached_property
     def plan(self) -> TensorPlan:
@@ -257,15 +268,20 @@ def _structure(
         if not isinstance(child, nn.Dropout) and (name in staged or any(True for _ in child.parameters()))
     ]
     tops = [name.partition(".")[0] for name in lists]
-    at = children.index(tops[0])
+    at, readout = children.index(tops[0]), readout_of(model)
+    head = "" if readout is not None else _module_name(model, model.get_output_embeddings(), _HEAD)
     return _Structure(
         model, prefix, added, compute_dtype, base,
         layers=lists,
         embeddings=tuple(children[:at]),
         norms=tuple(name for name in children[at + 1 :] if name not in tops),
         input_embedding=_module_name(model, model.get_input_embeddings(), "input embedding"),
-        head=_module_name(model, model.get_output_embeddings(), "output embedding (language-model head)"),
+        head=head,
+        readout=readout,
     )  # fmt: skip
+
+
+_HEAD = "output embedding (language-model head)"
 
 
 def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) -> str:
@@ -321,6 +337,7 @@ def describe_model(
         prefix=prefix,
         added=added,
         packed=packed,
+        readout=structure.readout,
     )
 
 
@@ -409,7 +426,9 @@ def _parameter_vector(structure: _Structure) -> ParameterVector:
             specs.append(replace(spec, experts=fused.get(module, 0) if shared is None else 0))
         if unit >= 0 and shared is None:
             costs[unit] += numel  # the cost of added modules is negligible
-    return build_vector(specs, costs, head_cost=structure.plan.modules[structure.head].weight.numel())
+    behind = (p.numel() for name, p in plain_parameters(model) if structure.is_behind(name))
+    head_cost = structure.plan.modules[structure.head].weight.numel() if structure.head else sum(behind)
+    return build_vector(specs, costs, head_cost)
 
 
 def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
@@ -457,7 +476,7 @@ def _spec(name: str, tied: tuple[str, ...], parameter: nn.Parameter, unit: int, 
         partial_gradient=is_partial,
         trainable=parameter.requires_grad,
         tied_names=tuple(prefix + other for other in tied),
-        in_head=any(other.startswith(f"{structure.head}.") for other in tied),
+        in_head=bool(structure.head) and any(other.startswith(f"{structure.head}.") for other in tied),
         frozen_dtype=None if parameter.requires_grad else dtype_name(parameter.dtype),
     )
 

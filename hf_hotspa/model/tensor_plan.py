@@ -133,7 +133,7 @@ class TensorPlan:
         model: PreTrainedModel,
         layer_prefixes: tuple[str, ...],
         embedding: str,
-        head: str,
+        head: str,  # empty for none
         packed: Collection[str] = (),  # names of packed linear layers
     ) -> None:
         # a wrapped layer is treated like its base; what is added to it follows (`model.specs`)
@@ -147,13 +147,13 @@ class TensorPlan:
         self._plan = {name: _OLDER_NAMES.get(style, style) for name, style in plan.items()}
         self._num_heads, self._num_kv_heads = head_counts(model.config)
         # the style (of `parallel.tensor_parallel`) of every module with a wrapped forward
-        self.styles = {embedding: VOCABULARY_EMBEDDING, head: VOCABULARY_HEAD}
+        self.styles = {embedding: VOCABULARY_EMBEDDING} | ({head: VOCABULARY_HEAD} if head else {})
         self.cuts: dict[str, Cut] = {}  # how each parameter is cut, by name; others are held whole
         self.partial: set[str] = set()  # names of replicated parameters whose gradient on a rank is a part of the sum
         # query heads and key/value heads of every cut attention module; for linear attention, key heads twice
         self.heads: dict[str, tuple[int, int]] = {}
         self.whole: dict[str, str] = {}  # why a planned block is held whole, by name with `*` for layer numbers
-        for name in (embedding, head):
+        for name in self.styles:
             rows = self.modules[name].weight.shape[0]
             for leaf, parameter in self.modules[name].named_parameters():
                 # a scale of each token's logit goes with its row

@@ -140,6 +140,13 @@ class Request:
     against: Comparison | None = None
     changes: str = ""  # earlier changes of the model object, as text
 
+    @classmethod
+    def of_tokens(cls, given: Mapping[str, Any], trains: bool, training: bool) -> "Request":
+        """For what a model without a vocabulary's head is read by (`model.model_kind.Readout`): its labels stay here."""
+        batch = {name: given.get(name) for name in ("input_ids", "attention_mask", "position_ids")}
+        own = {"labels": None, "shift_labels": None, "seq_idx": None} | dict.fromkeys(FLAT_COLUMNS)
+        return cls(batch | own, None, (), 0, False, False, 0, None, trains, training, None, None)
+
     def __str__(self) -> str:
         words = ["forward", "training mode" if self.training else "eval mode"]
         words.append("with gradients" if self.trains else "without gradients")

@@ -27,7 +27,7 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, UnsupportedError
-from hf_hotspa.model.model_kind import has_absolute_positions
+from hf_hotspa.model.model_kind import Readout, has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.loss import FIELDS, WITH_ARG_MAX
 from hf_hotspa.parallel.wrapped_model import bare_model
@@ -119,11 +119,17 @@ class Runner:
         for one in together:
             one.own = results.own / len(together) / self.steps.engine.world_size
 
-    def _score(self, call: Call, request: Request, with_logits: bool = False) -> None:
-        together = [call] if with_logits or not request.trains else [call, *self.steps.now.waiting]
+    def read(self, call: Call, request: Request) -> None:
+        """Computes the numbers of a model's tokens that has no vocabulary's head."""
+        self.run(call, request)
+        if not call.has.logits:
+            self._score(call, request, with_logits=True, fields=0)
+
+    def _score(self, call: Call, request: Request, with_logits: bool = False, fields: int = 1) -> None:
+        together = [call] if (with_logits and fields) or not request.trains else [call, *self.steps.now.waiting]
         if with_logits:
             self.meet("score with logits", too_many_logits(call.shape, self.steps))
-        wanted = Wanted(max(request.fields, 1), logits=with_logits, auxiliary=request.aux)
+        wanted = Wanted(max(request.fields, fields), logits=with_logits, auxiliary=request.aux)
         for one in together:
             one.head = self.temperature if request.columns else 1.0, request.against
         results = self.score(together, request, wanted)
@@ -243,10 +249,15 @@ class Outputs:
         if not call.has.logits:
             runner.adapters.set_replicas(request.adapters)
             results = runner.score([call], request, Wanted(logits=True))
+        return self._kept(self.numbers(results))
+
+    def numbers(self, results: Results) -> Tensor:
+        """[B, L, V], of the last of `Wanted.logits`."""
+        call = self._call
         call.has = call.has._replace(logits=False)  # now the caller's
         parts = [results.logits.pop(number) for number in call.mine]
-        laid = call.lay_out(parts, runner.steps.engine.description.compute_dtype, (self._passes.num_logits,))
-        return self._kept(self._leaf(call.add_logits, laid))
+        dtype = self._runner.steps.engine.description.compute_dtype
+        return self._leaf(call.add_logits, call.lay_out(parts, dtype, (self._passes.num_logits,)))
 
     def arg_max(self) -> Tensor:
         """int64 [B, L], or the requested columns: the token with the largest logit. Collective."""
@@ -296,7 +307,7 @@ class CalledModel(DistributedDataParallel):
         # both are read in each step: avoids a search in submodules
         self.__dict__.update(module=model, _bare=bare_model(model)[0])
         head = model_object.fused_head(self._bare, engine.description.compute_dtype)
-        self._adapters = model_object.AdapterLayers(model, engine)
+        self._adapters, self._readout = model_object.AdapterLayers(model, engine), engine.description.readout
         self._steps, self._passes, self._meet = steps, steps.passes, meet
         self._runner = Runner(steps, meet, self._adapters, store)
         self._runner.temperature = float(head.get("temperature", 1.0))
@@ -329,11 +340,8 @@ class CalledModel(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
     def join(self, *_: object, **__: object) -> Any:
-        """DDP's method for ranks with unequal numbers of batches; use `batches` instead.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """DDP's method for ranks with unequal numbers of batches; use `batches` instead. Raises `UnsupportedError`:
+        always."""
         raise UnsupportedError(
             "join() of a switched model",
             why="a rank owns a share of the weights, and must make every optimizer step",
@@ -388,11 +396,13 @@ class CalledModel(DistributedDataParallel):
             HotspaError: on every rank: one cannot read its batch, or calls differ. Nothing was computed; calls that
                 were not flushed are dropped.
         """
+        batch: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        if self._readout is not None:
+            return self._read_tokens(self._readout, batch | asked)
         others: dict[str, object] = {**asked}
         for name in asked.keys() & Asked.__annotations__.keys():
             del others[name]
         error = unreadable(input_ids, others, self._columns, self.engine.rank) if others or input_ids is None else None
-        batch: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         for name in ("labels", "shift_labels", "seq_idx", *passes.FLAT_COLUMNS, *self._columns):
             batch[name] = asked.get(name)
         kept, labels = asked.get("logits_to_keep", 0), batch["labels"]
@@ -426,6 +436,16 @@ class CalledModel(DistributedDataParallel):
             return outputs.of_trl()
         out = outputs.of_transformers()
         return out if asked.get("return_dict") is not False else out.to_tuple()
+
+    def _read_tokens(self, readout: Readout, given: dict[str, Any]) -> Any:
+        """What the model's own forward makes of the numbers of this rank's tokens."""
+        is_given = given["input_ids"] is not None
+        error = readout.error(self._bare, given) if is_given else unreadable(None, {}, (), self.engine.rank)
+        request = Request.of_tokens(given, self.trains and torch.is_grad_enabled(), self.training)
+        call = self._take(request, error)
+        self._runner.read(call, request)
+        numbers = Outputs(self._runner, self._passes, call, request).numbers(call.results)
+        return readout.outputs(self._bare, numbers, given)
 
     def _wants_aux(self, asked: Asked) -> bool:
         given = asked.get("output_router_logits") if asked.get("against") is None else False
@@ -559,11 +579,8 @@ class SwitchedModel(CalledModel):
             self.engine.master.zero_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Flushes, clips by the global norm, and returns the norm before clipping.
-
-        Raises:
-            UnsupportedError: another norm than the 2-norm.
-        """
+        """Flushes, clips by the global norm, and returns the norm before clipping. Raises `UnsupportedError`: another
+        norm than the 2-norm."""
         if norm_type != 2.0:
             raise UnsupportedError(f"clipping by the {norm_type}-norm", fix="use the 2-norm")
         self.flush()
@@ -598,15 +615,10 @@ class SwitchedModel(CalledModel):
         self._written = self._steps.version
 
     def take_changes(self, anew: bool = False, inside: bool = False) -> bool:
-        """Applies changes of the model object (`ObjectChanges`), as each step does first. Collective.
-
-        Args:
-            anew: Returns whether a new switched model has to be made, instead of an error for unsupported changes.
-            inside: Whether accumulated batches follow in this step; any change is then an error.
-
-        Raises:
-            HotspaError: on every rank: a change is not supported, or ranks have changed different things.
-        """
+        """Applies changes of the model object (`ObjectChanges`), as each step does first. Collective. `anew`: returns
+        whether a new switched model has to be made, instead of an error for unsupported changes. `inside`: whether
+        accumulated batches follow in this step; any change is then an error. Raises `HotspaError`: on every rank: a
+        change is not supported, or ranks have changed different things."""
         words, error = self._changes.inspect_modules(inside)
         _, more, adapters_error = self._adapters.inspect(inside)
         words, error = words + more, error or adapters_error or (self._changes.inspect_hooks() if anew else None)
@@ -654,23 +666,17 @@ class SwitchedModel(CalledModel):
 
     def announce(self, batches: Sequence[Mapping[str, Any]], num_items: float | Tensor | None = None) -> None:
         """Announces all batches of the next optimizer step: they run as one pass when the first of them is called. Not
-        collective; may be called several steps ahead.
-
-        Args:
-            batches: What `forward` will get, in order; as many on all ranks.
-            num_items: The `num_items_in_batch` to come with them.
-        """
-        names = (*passes.ROW_COLUMNS, *passes.FLAT_COLUMNS, *self._columns)
+        collective; may be called several steps ahead. `batches`: what `forward` will get, in order; as many on all
+        ranks. `num_items`: the `num_items_in_batch` to come with them."""
+        names: tuple[str, ...] = (*passes.ROW_COLUMNS, *passes.FLAT_COLUMNS, *self._columns)
+        if self._readout is not None:  # its labels and losses stay in its own forward
+            names, num_items = passes.ROW_COLUMNS[:3], None
         rows = [{name: batch.get(name) for name in names} for batch in batches]
         self._announced.append(Window(rows, None if num_items is None else float(num_items)))
 
     def same_batches(self, number: int, error: HotspaError | None = None, flag: bool = False, rows: str = "") -> bool:
-        """Compares all ranks' numbers of batches for the coming step, and what they say of its rows; returns whether any
-        has set the flag. Collective.
-
-        Raises:
-            HotspaError: on every rank: `error` of one rank, or these differ.
-        """
+        """Compares all ranks' numbers of batches for the coming step, and what they say of its rows; returns whether
+        any has set the flag. Collective. Raises `HotspaError`: on every rank: `error` of one rank, or these differ."""
         return any(self._meet(f"train {number} batches{rows}", error, flag))
 
     # -- how it runs --------------------------------------------------------------------------------------------------
@@ -759,8 +765,6 @@ class SwitchedModel(CalledModel):
         call.device = ids.device
         return call
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
     def step_begins(self) -> None:
         """Flushes, before an optimizer changes the weights. Collective."""
         if self._passes.taping.tape is not None:  # a stage that updates by itself
@@ -773,10 +777,7 @@ class SwitchedModel(CalledModel):
 
     def flush(self) -> None:
         """Completes the gradients of all calls since the last step. Collective; does nothing if there are no new calls.
-
-        Raises:
-            HotspaError: on every rank; the calls are dropped.
-        """
+        Raises `HotspaError`: on every rank; the calls are dropped."""
         steps, step, engine = self._steps, self._steps.now, self.engine
         if not step.calls or not self._gradients_came(step.calls):
             return

@@ -185,7 +185,8 @@ class TapedReplica(Attachment, Objective):
         given = {document: upstream for document, upstream in tape.at_hand.items() if upstream is not None}
         if not given:
             return None
-        width = self._loss.logit_widths[self._mesh.strategy.shard_index(self._mesh.coord.tp)]
+        is_cut = self._loss.tensor is not None
+        width = self._loss.logit_widths[self._mesh.strategy.shard_index(self._mesh.coord.tp) if is_cut else 0]
         of_pack = torch.zeros(micro_batch.num_tokens, width, dtype=next(iter(given.values())).dtype)
         for document, positions, tokens in sequences:
             if document in given:
@@ -603,7 +604,11 @@ class Passes:
     def num_logits(self) -> int:
         return sum(next(iter(self.engine.phases.values())).replica.head.objective.logit_widths)
 
-    def _columns_of(self, strategy: Strategy, rank: int) -> slice:
+    def _columns_of(self, strategy: Strategy, rank: int, gives: bool = False) -> slice:
+        """The columns of logits on a rank. If they are not cut, all ranks of tp have the same, of which one rank
+        `gives` them, or (`+sp`) each has its own tokens'."""
+        if self.engine.description.readout is not None:
+            return slice(0, 0 if gives and strategy.coord(rank).tp and not strategy.sp else self.num_logits)
         replica = self.engine.phases[strategy].replica
         mesh, widths = replica.mesh.strategy, replica.head.objective.logit_widths  # with the engine's order of shards
         shard = mesh.shard_index(mesh.coord(rank).tp)
@@ -710,8 +715,8 @@ class Passes:
         for number, strategy, replica in places(plan):
             if engine.rank in last_ranks(strategy, replica):
                 offsets[number], total = total, total + documents.lengths[number]
-                if wanted.logits:
-                    columns = self._columns_of(strategy, engine.rank)
+                columns = self._columns_of(strategy, engine.rank, gives=True) if wanted.logits else slice(0, 0)
+                if columns.stop > columns.start:
                     shape = documents.lengths[number], columns.stop - columns.start
                     logits[number] = torch.zeros(shape, dtype=self.wide)
         self._offsets, fields, auxiliary = offsets, 1 if wanted.sums else wanted.fields, None
@@ -817,7 +822,7 @@ class Passes:
         engine, sends, num_logits = self.engine, list[dist.Work](), self.num_logits
         for number, part in logits.items():
             owner = documents.owners[number]
-            if owner != engine.rank and part.numel():
+            if owner != engine.rank:
                 sends.append(engine.agreement.start_send(part, owner, number))
                 self.exchange.sent["numbers_bytes"] += part.nbytes
         for number, strategy, replica in places(plan):
@@ -825,11 +830,13 @@ class Passes:
                 continue
             whole = results.logits[number] = torch.zeros(documents.lengths[number], num_logits, dtype=self.wide)
             for rank in last_ranks(strategy, replica):
-                columns = self._columns_of(strategy, rank)
+                columns = self._columns_of(strategy, rank, gives=True)
+                if columns.stop == columns.start:
+                    continue
                 part = torch.empty(len(whole), columns.stop - columns.start, dtype=self.wide)
                 if rank == engine.rank:
                     part = logits[number]
-                elif part.numel():
+                else:
                     engine.agreement.receive(part, rank, number)
                 whole[:, columns] += part
         engine.agreement.wait(sends)

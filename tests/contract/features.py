@@ -41,6 +41,8 @@ NAMED = {
     "token_chunks": Named(r"token_?chunk|\+ck|\+kg|\+kh|\.ck\b|\.kh\b|\.kg\b|chunks? of tokens|ck_unsupported", 27, 19),
     "dropout": Named(r"drop_?out|neftune|embedding_?noise", 20, 19),
     "isolation": Named(r"isolat|delta_?net|mixes_packed", 11, 4),
+    # the core knows that tokens may be read in another way than by a vocabulary's head (`Readout`), not how
+    "heads": Named(r"\btoken_?heads|classification|reward_?model|\bvalue_?head", 0, 0),
 }
 """By the feature's folder."""
 

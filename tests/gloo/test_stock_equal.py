@@ -7,6 +7,7 @@ kind run in one world, each with both classes, one after the other.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import Outputs
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
+from tests import token_heads
 from tests.families import MIXTURE, tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
@@ -50,7 +52,7 @@ class Case:
         cls: Makes the user's class of `Trainer` or `HotSPaTrainer`.
         arguments: Training arguments.
         given: Makes what the constructor is given.
-        family: Of the model.
+        family: Of the model, unless `model` makes it.
         seen: What of the trainer is compared beside losses, norms and weights.
         wide: Whether it runs among the slow tests only, on 4 ranks: others show on 2 ranks nearly all of it.
     """
@@ -60,6 +62,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     given: Callable[[], dict[str, Any]] = dict
     family: str = DENSE
+    model: Callable[[], Any] | None = None
     seen: Callable[[Any], Any] = lambda trainer: None
     wide: bool = False
 
@@ -280,13 +283,48 @@ DATA = {
         given=lambda: {"compute_metrics": lambda p: {"sum": float(p.predictions[p.label_ids != -100].sum())}},
     ),
 }
-KINDS = {"losses": LOSSES, "data": DATA}
+LABELLED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **EVALUATES}
+
+
+def labelled(kind, left=False, labels=3):
+    """Rows with labels of a kind, and their collator."""
+    some = token_heads.rows(26, kind, labels, seed=1)
+    collate = partial(token_heads.batch_of, left=left)
+    return {"train_dataset": some, "eval_dataset": some[:11], "data_collator": collate, "compute_metrics": near}
+
+
+def near(prediction):
+    numbers, labels = prediction
+    best = numbers.argmax(-1)
+    return {
+        "sum": float(np.abs(numbers[labels != -100]).sum()),
+        "same": int((best == labels).sum() if best.shape == labels.shape else 0),
+    }
+
+
+HEADS = {
+    "classes of rows": Case(
+        ("dp2:16@64,tp2+sp:64@128", "cp2tp2:16@64,tp4+sp:64@128"), arguments=LABELLED,
+        given=partial(labelled, "single_label_classification"),
+        model=partial(token_heads.headed, DENSE, "single_label_classification", 3),
+    ),
+    "several classes of a row": Case(
+        ("dp2+z3:16@64,pp2:64@128", "dp4+z3:16@64,tp2pp2:64@128"), arguments=LABELLED,
+        given=partial(labelled, "multi_label_classification"),
+        model=partial(token_heads.headed, "qwen3_qk_norm_tied", "multi_label_classification", 3), wide=True,
+    ),
+    "classes of tokens, padded on the left": Case(
+        ("dp2:16@64,cp2+ck9:64@128", "dp4:16@64,cp2dp2+rc:64@128"), arguments=LABELLED,
+        given=partial(labelled, "tokens", left=True), model=partial(token_heads.headed, DENSE, "tokens", 3),
+    ),
+}  # fmt: skip
+KINDS = {"losses": LOSSES, "data": DATA, "heads": HEADS}
 NOT_COMPARED = ("runtime", "per_second", "total_flos", "preparation_time", "hotspa/")
 
 
 def run(case, cls, folder, world_size):
     """Losses of steps, logs, predictions, weights, and what else is seen."""
-    model = tiny_model(case.family, torch.float64)
+    model = tiny_model(case.family, torch.float64) if case.model is None else case.model()
     rows = random_rows(26, model.config.vocab_size, longest=LONGEST, seed=5)
     arguments = {**COMMON, **case.arguments, "output_dir": folder}
     if cls is Trainer:
@@ -307,7 +345,7 @@ def run(case, cls, folder, world_size):
     trainer.add_callback(phases)
     with exact_in_double(torch.float64):
         trainer.train()
-        predicted = trainer.predict(rows[:11]) if case.arguments.get("eval_strategy") else None
+        predicted = trainer.predict(given["eval_dataset"]) if case.arguments.get("eval_strategy") else None
     if cls is not Trainer:
         assert phases.strategies == {str(bucket.strategy) for bucket in parse_buckets(pool)}
         trainer.close_engine()

@@ -226,7 +226,6 @@ MOVES: tuple[Move, ...] = (
     ),
     Move(
         "`LlamaForSequenceClassification`", _of(lambda: LlamaForSequenceClassification(tiny_config("llama_gqa_bias", pad_token_id=0)), _classes),
-        left=True, error="LlamaForSequenceClassification is not a causal language model", instead=_INSTEAD,
     ),
     Move(
         "a base model without a head (`LlamaModel`)", _of(lambda: LlamaModel(tiny_config("llama_gqa_bias")), _classes, _mean_square),

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
@@ -22,7 +23,10 @@ from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
 
 _CONFIG = LlamaConfig(
     vocab_size=163, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-    num_key_value_heads=2, pad_token_id=0, num_labels=3,
+    num_key_value_heads=2, pad_token_id=0,
+)  # fmt: skip
+_ENCODER = BertConfig(
+    vocab_size=163, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_labels=3,
 )  # fmt: skip
 
 
@@ -32,7 +36,7 @@ def _trainer(trainer_class, arguments_class, folder, case, **changes):
     rows = [{"input_ids": [generator.randrange(1, 163) for _ in range(12)]} for _ in range(24)]
     for index, row in enumerate(rows):
         row["labels"] = index % 3 if case == "classes" else list(row["input_ids"])
-    model = LlamaForSequenceClassification(_CONFIG) if case == "classes" else LlamaForCausalLM(_CONFIG)
+    model = BertForSequenceClassification(_ENCODER) if case == "classes" else LlamaForCausalLM(_CONFIG)
     if case == "hook":
         model.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
     if case == "parametrized":

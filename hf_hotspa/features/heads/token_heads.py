@@ -1,0 +1,338 @@
+"""Heads over the hidden states of single tokens: which modules they are, and the model's own forward around them.
+
+The forward of such a model calls its base, then modules that map the hidden state of each token alone (a linear layer), and
+computes the rest from their outputs: which token counts, a loss. On a replica's last stage only these modules run.
+On the rank that has the rows the class's forward itself runs, unchanged, on a shallow copy of the model: its base returns a
+`Mark` in the place of hidden states, and a head that is called with the mark returns the numbers that the replicas have made.
+Anything else that the forward does with a mark raises an error by name, so nothing is left out in silence.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.parallel.attention import calls_attention
+from hf_hotspa.parallel.head_loss import BaseOutput
+from hf_hotspa.parallel.wrapped_model import bare_model
+
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_UNREAD = frozenset({"use_cache", "return_dict", "num_items_in_batch"})
+"""Arguments of a base without effect on hidden states in training."""
+_FIX = "let the forward call the base once, give its last_hidden_state to modules that map single tokens, and use their outputs"
+
+
+class Head(NamedTuple):
+    """Modules that run one after another on a token's hidden state, and how many numbers the last one returns."""
+
+    modules: tuple[str, ...]
+    width: int
+
+
+class Mark(Tensor):
+    """Stands for hidden states [B, L, h] in the model's own forward, or for what modules without weights make of them: only
+    modules that map single tokens may use it."""
+
+    path: tuple[str, ...]  # the modules that have been called, from the hidden states on
+
+    @staticmethod
+    def make(like: Tensor, path: tuple[str, ...]) -> "Mark":
+        """A mark of the shape, dtype and device of a tensor."""
+        mark: Mark = torch.Tensor._make_subclass(Mark, like)
+        mark.path = path
+        return mark
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: object = None
+    ) -> object:
+        name = getattr(func, "__name__", str(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _FACTS or (name == "__get__" and func.__self__.__name__ in _FACTS):  # type: ignore[attr-defined]
+                return func(*args, **cast(dict[str, object], kwargs or {}))
+            if name == "to" and args[1:] and args[1] in (args[0].dtype, args[0].device):
+                return args[0]
+        raise _unsupported(f"uses hidden states by itself ({name})")
+
+
+_FACTS = frozenset({"shape", "dtype", "device", "size", "dim", "ndim", "requires_grad", "is_cuda", "layout", "__len__"})
+
+
+def _unsupported(what: str, why: str = "a head here maps the hidden state of each token alone") -> UnsupportedError:
+    return UnsupportedError(f"the forward of the model {what}", why=why, fix=_FIX)
+
+
+class _InPlaceOf(nn.Module):
+    """A module of the model's own forward on a shallow copy of the model."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., object]) -> None:
+        super().__init__()
+        self.__dict__.update(_module=module, _run=run)  # not a child: its weights may be old
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self._run(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+
+class _Forward:
+    """One call of the model's own forward, without its base and its heads."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        top: str,
+        given: Mapping[str, Any],
+        number_of: Callable[[tuple[str, ...]], Tensor | None],
+    ) -> None:
+        """`number_of`: the numbers that modules make of hidden states; None if these are passed on to another module."""
+        self._model, self._given, self._number_of, self.calls = model, given, number_of, 0
+        self.shell = shell = copy.copy(model)
+        vars(shell).pop("forward", None)  # routed calls, or accelerate's
+        shell._modules = {name: self._stub(name, child) for name, child in model._modules.items()}
+        shell._modules[top] = _InPlaceOf(model.get_submodule(top), partial(self._base, model.get_submodule(top)))
+
+    def run(self) -> Any:
+        """What the forward returns. Raises `UnsupportedError`: it does something else with hidden states."""
+        given = {name: value for name, value in self._given.items() if value is not None}
+        out = type(self._model).forward(self.shell, **given)
+        if self.calls != 1:
+            raise _unsupported(f"calls its base {self.calls} times")
+        return out
+
+    def _stub(self, name: str, child: nn.Module | None) -> nn.Module | None:
+        if isinstance(child, nn.ModuleDict | nn.ModuleList):
+            made = copy.copy(child)
+            made._modules = {key: self._stub(f"{name}.{key}", inner) for key, inner in child._modules.items()}
+            return made
+        return child if child is None else _InPlaceOf(child, partial(self._head, name, child))
+
+    def _base(self, base: nn.Module, *args: object, **kwargs: object) -> BaseOutput:
+        self.calls += 1
+        signature = inspect.signature(type(base).forward)
+        bound = signature.bind_partial(base, *args, **kwargs).arguments
+        inputs = bound.pop("kwargs", {}) | bound
+        for name, value in inputs.items():
+            if name in _INPUTS and value is not self._given.get(name):
+                raise _unsupported(
+                    f"gives its base other {name} than it gets", "rows are packed before the forward runs"
+                )
+            known = name in (*_INPUTS, *_UNREAD, "self") or value is None or value is False
+            if not known:
+                raise _unsupported(
+                    f"gives its base {name}", "rows are read from input_ids, attention_mask, position_ids"
+                )
+        ids = self._given["input_ids"]
+        text = base.config.get_text_config()  # type: ignore[union-attr,operator]
+        hidden = torch.zeros((), dtype=base.dtype, device=ids.device)  # type: ignore[call-overload]
+        return BaseOutput(last_hidden_state=Mark.make(hidden.expand(*ids.shape, text.hidden_size), ()))
+
+    def _head(self, name: str, module: nn.Module, *args: object, **kwargs: object) -> object:
+        if not any(isinstance(value, Mark) for value in (*args, *kwargs.values())):
+            if any(True for _ in module.parameters()):
+                raise _unsupported(
+                    f"calls {name!r} with other values than hidden states", "its weights are in the replicas"
+                )
+            return module(*args, **kwargs)
+        if len(args) != 1 or kwargs:
+            raise _unsupported(f"calls {name!r} with more than hidden states")
+        mark = cast(Mark, args[0])
+        path = (*mark.path, name)
+        numbers = self._number_of(path)
+        return Mark.make(mark, path) if numbers is None else numbers
+
+
+@dataclass(frozen=True)
+class TokenHeads:
+    """See `model.model_kind.Readout`; made from the heads in the order of their calls."""
+
+    top: str  # the outermost name of the base
+    heads: tuple[Head, ...]
+
+    @property
+    def width(self) -> int:
+        return sum(head.width for head in self.heads)
+
+    def reader(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Maps hidden states [1, t, h] to [1, t, width]; each module of a chain runs once."""
+        modules = {name: model.get_submodule(name) for head in self.heads for name in head.modules}
+
+        def read(hidden: Tensor) -> Tensor:
+            known: dict[tuple[str, ...], Tensor] = {(): hidden}
+            for head in self.heads:
+                for end in range(len(head.modules)):
+                    path = head.modules[: end + 1]
+                    if path not in known:
+                        known[path] = modules[path[-1]](known[path[:-1]])
+            return torch.cat([known[head.modules] for head in self.heads], -1)
+
+        return read
+
+    def outputs(self, model: nn.Module, numbers: Tensor, given: Mapping[str, Any]) -> Any:
+        """See `Readout.outputs`."""
+        parts = numbers.split([head.width for head in self.heads], -1) if len(self.heads) > 1 else (numbers,)
+        of_path = {head.modules: part for head, part in zip(self.heads, parts, strict=True)}
+        return _Forward(model, self.top, given, of_path.get).run()
+
+    def error(self, model: nn.Module, given: Mapping[str, Any]) -> UnsupportedError | None:
+        """Runs the forward without numbers; returns an error for what it cannot do, or if it reads padding, which has no
+        numbers here."""
+        ids, mask = given["input_ids"], given.get("attention_mask")
+        padding = torch.zeros(ids.shape, dtype=torch.bool) if mask is None else mask == 0
+        outs = list[Any]()
+        try:
+            for fill in (0.0, 1.0) if bool(padding.any()) else (0.0,):
+                numbers = (padding * fill).to(ids.device, model.dtype)[..., None] * torch.arange(1.0, self.width + 1)
+                with torch.no_grad(), torch.random.fork_rng():
+                    outs.append(self.outputs(model, numbers.to(model.dtype), given))
+        except UnsupportedError as error:
+            return error
+        except Exception as failure:
+            return UnsupportedError(
+                f"the forward of {type(model).__name__} fails: {type(failure).__name__}: {failure}",
+                fix="call the plain model with the same batch",
+            )
+        if len(outs) > 1 and _differ(*outs, padding):
+            return UnsupportedError(
+                f"the forward of {type(model).__name__} reads the output at a place where attention_mask is 0",
+                why="rows are packed without their padding, which has no output here",
+                fix="let config.pad_token_id be the id of the padding, and labels of tokens be -100 there",
+            )
+        return None
+
+    def check(self, model: nn.Module) -> None:
+        """See `Readout.check`."""
+        bare = bare_model(model)[0]
+        ids = torch.arange(3, 11)[None].clamp(max=bare.get_input_embeddings().weight.shape[0] - 1)
+        ids = ids.to(bare.device)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with torch.no_grad(), _in_eval_mode(bare):
+            top = bare.get_submodule(self.top)
+            hidden = top(**given, use_cache=False).last_hidden_state
+            read = self.reader(bare)
+            numbers, own = read(hidden), type(bare).forward(bare, **given)
+            for other, part in ((hidden.flip(1), numbers.flip(1)), (hidden[:, 2:5], numbers[:, 2:5])):
+                if not _close(read(other), part):
+                    names = sorted({name for head in self.heads for name in head.modules})
+                    raise _unsupported(f"has the heads {names}, of which one mixes tokens")
+            if not all(map(_close, _tensors(self.outputs(bare, numbers, given)), _tensors(own))):
+                raise _unsupported("returns something else than follows from its heads")
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 5e-2
+    most = float(other.abs().max()) if other.numel() else 0.0
+    return one.shape == other.shape and bool(((one - other).abs() <= tolerance * max(most, 1e-3)).all())
+
+
+def _differ(one: Any, other: Any, padding: Tensor) -> bool:
+    """Whether outputs differ; outputs of single tokens at padding are not compared."""
+    for mine, others in zip(_tensors(one), _tensors(other), strict=True):
+        same = torch.isclose(mine, others, rtol=0.0, atol=0.0, equal_nan=True)
+        if mine.shape[: padding.dim()] == padding.shape:
+            same = same[~padding.to(same.device)]
+        if not bool(same.all()):
+            return True
+    return False
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+# -- which models -------------------------------------------------------------------------------------------------------
+
+
+def read_heads(model: nn.Module) -> TokenHeads | None:
+    """The heads of a model that has no language-model head; None for other models.
+
+    Raises:
+        UnsupportedError: its forward does something else, or has parameters outside of base and heads.
+    """
+    bare = bare_model(model)[0]
+    if not isinstance(bare, PreTrainedModel) or bare.config.is_encoder_decoder:
+        return None
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if any(kind.__name__ in causal for kind in type(bare).__mro__) or _has_output_embedding(bare):
+        return None
+    top = _top_of_base(bare)
+    if top is None or any(not getattr(m, "is_causal", True) for m in bare.modules() if calls_attention(m)):
+        return None
+    widths = dict[tuple[str, ...], int]()
+
+    def number_of(path: tuple[str, ...]) -> Tensor | None:
+        module = bare.get_submodule(path[-1])
+        if not any(True for _ in module.parameters()):
+            return None
+        widths[path] = _width(path[-1], module, bare)
+        return torch.zeros(1, 4, widths[path], dtype=bare.dtype)
+
+    ids = torch.arange(4)[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            _Forward(bare, top, given, number_of).run()
+    except UnsupportedError:
+        raise
+    except Exception as failure:
+        raise _unsupported(f"fails on 4 tokens: {type(failure).__name__}: {failure}") from failure
+    heads = tuple(Head(path, width) for path, width in widths.items())
+    if not heads:
+        raise _unsupported("gives hidden states to no module")
+    known = tuple(f"{name}." for name in (top, *(name for head in heads for name in head.modules)))
+    outside = [name for name, _ in bare.named_parameters() if not name.startswith(known)]
+    if outside:
+        raise _unsupported(f"has the parameters {outside[:3]} outside of its base and of modules over hidden states")
+    return TokenHeads(top, heads)
+
+
+def _has_output_embedding(model: PreTrainedModel) -> bool:
+    try:
+        return model.get_output_embeddings() is not None
+    except (NotImplementedError, AttributeError):
+        return False
+
+
+def _top_of_base(model: PreTrainedModel) -> str | None:
+    try:
+        embedding = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+    for name, child in model.named_children():
+        if isinstance(child, PreTrainedModel) and any(module is embedding for module in child.modules()):
+            return name
+    return None
+
+
+def _width(name: str, module: nn.Module, model: PreTrainedModel) -> int:
+    """The numbers that a module makes of a token's hidden state; runs on meta."""
+    hidden = torch.empty(1, 3, model.config.get_text_config().hidden_size, dtype=model.dtype, device="meta")
+    state = dict((*module.named_parameters(), *module.named_buffers()))
+    empty = {key: torch.empty_like(value, device="meta") for key, value in state.items()}
+    out = functional_call(module, empty, (hidden,))
+    if not isinstance(out, Tensor) or out.dim() != 3 or out.shape[:2] != hidden.shape[:2]:
+        raise _unsupported(f"calls {name!r}, which does not return numbers of each token")
+    return out.shape[-1]

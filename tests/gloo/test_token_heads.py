@@ -1,0 +1,218 @@
+"""Models with heads of single tokens over a `SwitchedModel`, against the plain model one row at a time in one process."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast, Trainer
+from transformers.models.llama import LlamaForSequenceClassification
+
+from hf_hotspa import HotSPaTrainer, HotSPaTrainingArguments
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.strategy import parse_buckets
+from hf_hotspa.switched.model import SwitchedModel
+from tests.families import MIXTURE, tiny_config
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double
+from tests.switched import worst
+from tests.token_heads import PAD, batch_of, headed, reference, rows
+
+pytestmark = pytest.mark.gloo
+
+SINGLE, MULTI, REAL = "single_label_classification", "multi_label_classification", "regression"
+# family, kind of labels, how many, strategies
+TWO = (
+    ("llama_gqa_bias", SINGLE, 3, ("dp2:16,tp2+sp:64", "cp2+ck9:64")),
+    ("qwen3_qk_norm_tied", "tokens", 5, ("pp2+v2:64", "tp2+z3+rc:64")),
+    ("llama_gqa_bias", "own", 3, ("dp2:16,tp2:64", "tp2+sp+rc:64")),
+)
+EVERY = ("dp2:64", "tp2:64", "pp2:64", "cp2:64", "tp2+sp:64", "tp2+ck9:64", "dp2+z3:64", "dp2+rc:64", "pp2+v2:64", "cp2+ck9+rc:64",
+         "pp2+z2:16,tp2+sp+ck7:64")  # fmt: skip
+WIDE_2 = tuple(
+    (family, kind, labels, EVERY)
+    for family, kind, labels in (
+        ("llama_gqa_bias", REAL, 1),
+        ("qwen3_qk_norm_tied", SINGLE, 5),
+        ("gemma2_soft_caps", MULTI, 3),
+        ("mistral", "tokens", 3),
+        (MIXTURE, REAL, 5),
+        ("llama_gqa_bias", "own", 3),
+    )
+)
+WIDE_4 = tuple(
+    (family, kind, labels, ("dp4:64", "dp2tp2+z3:64", "cp2tp2+sp:64", "dp4:16,tp2pp2+ck9:64", "dp2pp2+v2+rc:64"))
+    for family, kind, labels in (("llama_gqa_bias", SINGLE, 3), ("qwen3_qk_norm_tied", "tokens", 5), (MIXTURE, REAL, 1))
+)
+
+
+def errors(rank, world, cases):
+    found = {}
+    for family, kind, labels, pools in cases:
+        of_rows = REAL if kind == "own" else kind
+        batches = [batch_of(rows(6, of_rows, labels, seed), left=seed % 2 == 1) for seed in range(world)]
+        plain = headed(family, kind, labels).train()
+        losses, outputs, gradients = reference(plain, batches)
+        for pool in pools:
+            model = headed(family, kind, labels)
+            switched = SwitchedModel(model, parse_buckets(pool)).train()
+            with exact_in_double(torch.float64):
+                out = switched(**batches[rank])
+                out["loss"].backward()
+                switched.flush()
+                of_all = switched.engine.full_gradients()
+                with torch.no_grad():
+                    predicted = switched.eval()(**batches[rank])["logits"]
+            places = batches[rank]["attention_mask"] == 1 if predicted.dim() == 3 else slice(None)
+            found[f"{family} {kind} {labels} {pool}"] = (
+                float((out["loss"].detach() - losses[rank]).abs()),
+                float((predicted - outputs[rank])[places].abs().max()),
+                worst(of_all, gradients),
+            )
+            switched.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [(2, TWO)]
+    + [pytest.param(2, (case,), marks=pytest.mark.slow) for case in WIDE_2]
+    + [pytest.param(4, (case,), marks=pytest.mark.slow) for case in WIDE_4],
+)
+def test_losses_predictions_and_gradients_are_those_of_the_plain_model(world_size, cases):
+    for of_rank in run_ranks(world_size, errors, cases, timeout=400):
+        assert len(of_rank) == sum(len(case[3]) for case in cases)
+        for name, numbers in of_rank.items():
+            assert max(numbers) < 1e-11, (name, numbers)
+
+
+# -- the Trainer ------------------------------------------------------------------------------------------------------
+
+
+def resumed(rank, world, folder):
+    """A run with a checkpoint, the same resumed from it, and the saved model."""
+    found = []
+    for resume in (None, f"{folder}/checkpoint-2"):
+        model = headed("qwen3_qk_norm_tied", "tokens", 5, torch.float32)
+        args = HotSPaTrainingArguments(
+            folder, per_device_train_batch_size=3, max_steps=4, save_steps=2, logging_steps=1, use_cpu=True, report_to="none",
+            disable_tqdm=True, hotspa_strategies="dp2:16@64,tp2:64@128", hotspa_report=False, seed=3,
+        )  # fmt: skip
+        trainer = HotSPaTrainer(model, args, train_dataset=rows(20, "tokens", 5), data_collator=batch_of)
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.engine is not None
+        trainer.save_model()
+        trainer.close_engine()
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    loaded = AutoModelForTokenClassification.from_pretrained(folder)
+    in_checkpoint = AutoModelForTokenClassification.from_pretrained(f"{folder}/checkpoint-4")
+    return *found, *({name: p.detach() for name, p in m.named_parameters()} for m in (loaded, in_checkpoint))
+
+
+def test_it_resumes_to_the_same_bits_and_loads_with_its_own_class(tmp_path):
+    for first, *others in run_ranks(2, resumed, str(tmp_path), timeout=300):
+        assert "score.bias" in first
+        for other in others:
+            assert first.keys() == other.keys()
+            assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_rows_of_a_stock_collator_and_auto(tmp_path):
+    words = {f"w{i}": i for i in range(150)} | {"[PAD]": PAD}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words)), pad_token="[PAD]")
+    args = HotSPaTrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=2, eval_strategy="steps", eval_steps=1, use_cpu=True,
+        report_to="none", disable_tqdm=True, hotspa_report=False, save_strategy="no",
+    )  # fmt: skip
+    table = Dataset.from_list(rows(12, SINGLE, 3)).rename_column("labels", "label")
+    logs = []
+    for cls in (Trainer, HotSPaTrainer):
+        model = headed("llama_gqa_bias", SINGLE, 3)
+        trainer = cls(model, copy.copy(args), train_dataset=table, eval_dataset=table, processing_class=tokenizer)
+        with exact_in_double(torch.float64):
+            trainer.train()
+        logs.append([log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log])
+    assert trainer.engine is not None
+    assert len(logs[0]) == 2
+    assert logs[1] == pytest.approx(logs[0], rel=1e-6)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class _Scaled(LlamaForSequenceClassification):
+    """Changes hidden states before its head."""
+
+    def forward(self, input_ids=None, attention_mask=None, **more):
+        hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        return {"logits": self.score(2 * hidden)[:, -1]}
+
+
+class _Other(LlamaForSequenceClassification):
+    """Gives its base other tokens than it gets."""
+
+    def forward(self, input_ids=None, attention_mask=None, **more):
+        hidden = self.model(input_ids.flip(1), attention_mask=attention_mask).last_hidden_state
+        return {"logits": self.score(hidden)[:, -1]}
+
+
+class _Free(LlamaForSequenceClassification):
+    """Has a weight outside of its head."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class _Mixed(LlamaForSequenceClassification):
+    """Its head mixes tokens."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.score = nn.Sequential(_Cumulated(), nn.Linear(config.hidden_size, 1))
+
+
+class _Cumulated(nn.Module):
+    def forward(self, hidden):
+        return hidden.cumsum(1)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (_Scaled, "uses hidden states by itself"),
+        (_Other, "gives its base other input_ids"),
+        (_Free, r"has the parameters \['scale'\] outside"),
+        (_Mixed, "one mixes tokens"),
+    ],
+)
+def test_another_forward_is_refused(cls, message):
+    model = cls(tiny_config("llama_gqa_bias", pad_token_id=PAD, num_labels=1))
+    with pytest.raises(HotspaError, match=message):
+        SwitchedModel(model, parse_buckets("dp1:64"))
+
+
+def test_outputs_at_padding_are_refused():
+    model = headed("llama_gqa_bias", SINGLE, 3, torch.float32)
+    switched = SwitchedModel(model, parse_buckets("dp1:64")).eval()
+    batch = batch_of(rows(3, SINGLE, 3))
+    with torch.no_grad():
+        switched(**batch)
+        batch["input_ids"][batch["attention_mask"] == 0] = 7  # not the id of padding: the class takes it for text
+        with pytest.raises(HotspaError, match="reads the output at a place where attention_mask is 0"):
+            switched(**batch)
+    switched.close()
+
+
+@pytest.mark.parametrize(
+    "flag", [{"hotspa_overlong": "truncate"}, {"hotspa_mini_batch_size": 6}, {"hotspa_empty_rows": "skip"}]
+)
+def test_flags_of_rows_of_text_are_refused(flag, tmp_path):
+    args = HotSPaTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", hotspa_strategies="dp1:64", **flag)
+    trainer = HotSPaTrainer(
+        headed("llama_gqa_bias", SINGLE, 3), args, train_dataset=rows(4, SINGLE, 3), data_collator=batch_of
+    )
+    with pytest.raises(HotspaError, match=next(iter(flag))):
+        trainer.train()

@@ -1,0 +1,125 @@
+"""Models with heads of single tokens: tiny ones, batches with labels of every kind, and what they give one row at a time."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, MistralConfig
+from transformers.models.llama import LlamaModel, LlamaPreTrainedModel
+
+from tests.families import tiny_model
+from tests.oracle import exact_in_double
+
+PAD = 3
+LENGTHS = (5, 44, 9, 17, 3, 30)
+MISTRAL = {
+    "vocab_size": 163, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 7, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+class TwoRewards(LlamaPreTrainedModel):
+    """A user's model: helpfulness at the last token, and safety at every one, by a head of two layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.helpful = nn.Linear(config.hidden_size, 1)
+        self.safe = nn.Sequential(nn.Linear(config.hidden_size, 8), nn.Tanh(), nn.Linear(8, 2, bias=False))
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **more: Any) -> Any:
+        hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        last = attention_mask.shape[1] - 1 - attention_mask.flip(1).argmax(1)
+        helpful = self.helpful(hidden)[torch.arange(len(last)), last, 0]
+        safe = (self.safe(hidden).tanh() * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+        loss = None if labels is None else ((helpful - labels[:, 0]) ** 2 + (safe - labels[:, 1:]).abs().sum(1)).mean()
+        return {"loss": loss, "logits": torch.cat([helpful[:, None], safe], 1)}
+
+
+def headed(family: str, kind: str, labels: int, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A tiny model of a family with random norms, and a head of so many labels."""
+    config = MistralConfig(**MISTRAL) if family == "mistral" else copy.deepcopy(tiny_model(family, dtype).config)
+    config.update({"pad_token_id": PAD, "num_labels": labels, "classifier_dropout": 0.0, **changes})
+    torch.manual_seed(1)
+    attention = {"attn_implementation": "eager" if family.startswith("gemma2") else "sdpa"}
+    if kind == "own":
+        model = TwoRewards(config)
+    elif kind == "tokens":
+        model = AutoModelForTokenClassification.from_config(config, **attention)
+    else:
+        config.problem_type = kind
+        model = AutoModelForSequenceClassification.from_config(config, **attention)
+    model = model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.normal_()
+    return model
+
+
+def rows(number: int, kind: str, labels: int, seed: int = 0, vocab_size: int = 150) -> list[dict[str, Any]]:
+    """Rows with labels of a kind; one ends with ids of padding that are text."""
+    generator, made = torch.Generator().manual_seed(seed), list[dict[str, Any]]()
+    for index in range(number):
+        length = LENGTHS[index % len(LENGTHS)] + seed % 3
+        ids = torch.randint(4, vocab_size, (length,), generator=generator)
+        if index % 6 == 2:
+            ids[-2:] = PAD
+        if kind == "tokens":
+            label = torch.randint(0, labels, (length,), generator=generator)
+            label[torch.rand(length, generator=generator) < 0.5] = -100
+        elif kind == "single_label_classification":
+            label = torch.randint(0, labels, (), generator=generator)
+        elif kind == "multi_label_classification":
+            label = torch.randint(0, 2, (labels,), generator=generator).double()
+        else:
+            label = torch.randn((labels,) if labels > 1 else (), generator=generator, dtype=torch.float64)
+        made.append({"input_ids": ids.tolist(), "labels": label.tolist()})
+    return made
+
+
+def batch_of(some: list[dict[str, Any]], left: bool = False) -> dict[str, Tensor]:
+    """Rows padded to one length with ids that are text, too."""
+    width = max(len(row["input_ids"]) for row in some)
+
+    def padded(values: list[int], fill: int) -> list[int]:
+        more = [fill] * (width - len(values))
+        return more + values if left else values + more
+
+    ids = torch.tensor([padded(row["input_ids"], PAD) for row in some])
+    mask = torch.tensor([padded([1] * len(row["input_ids"]), 0) for row in some])
+    of_tokens = isinstance(some[0]["labels"], list) and all(len(r["labels"]) == len(r["input_ids"]) for r in some)
+    labels = [padded(row["labels"], -100) if of_tokens else row["labels"] for row in some]
+    made = torch.tensor(labels, dtype=torch.float64 if isinstance(labels[0], float) else None)
+    return {"input_ids": ids, "attention_mask": mask, "labels": made.double() if made.is_floating_point() else made}
+
+
+def reference(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Of the plain model, one row at a time, in one process: each batch's loss by the class's own function of all its outputs, the
+    outputs, and the gradient of the mean of the losses."""
+    model.zero_grad(set_to_none=True)
+    losses, outputs = list[Tensor](), list[Tensor]()
+    with exact_in_double(torch.float64):
+        for batch in batches:
+            made, width = list[Tensor](), batch["input_ids"].shape[1]
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+                own = ids[mask == 1][None]
+                out = model(input_ids=own, attention_mask=torch.ones_like(own))["logits"][0]
+                if out.dim() == 2:  # of tokens
+                    out = out.new_zeros(width, out.shape[1]).index_put((mask.nonzero()[:, 0],), out)
+                made.append(out)
+            outputs.append(torch.stack(made))
+            losses.append(_loss(model, outputs[-1], batch["labels"]))
+        torch.stack(losses).mean().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return [loss.detach() for loss in losses], [out.detach() for out in outputs], gradients
+
+
+def _loss(model: Any, outputs: Tensor, labels: Tensor) -> Tensor:
+    if isinstance(model, TwoRewards):
+        return ((outputs[:, 0] - labels[:, 0]) ** 2 + (outputs[:, 1:] - labels[:, 1:]).abs().sum(1)).mean()
+    if outputs.dim() == 3:
+        return model.loss_function(outputs, labels, model.config)
+    return model.loss_function(logits=outputs, labels=labels, pooled_logits=outputs, config=model.config)
