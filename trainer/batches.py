@@ -506,11 +506,11 @@ class _Rendered:
 class _Tokens:
     """Rows of any data set without labels, which may be of any shape."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Sequence[Mapping[str, Any]]) -> None:
         self._dataset = dataset
 
     @classmethod
-    def of(cls, dataset: Any) -> Any:
+    def of(cls, dataset: Sequence[Mapping[str, Any]]) -> "_Tokens | datasets.Dataset":
         if not isinstance(dataset, datasets.Dataset):
             return cls(dataset)
         return dataset.select_columns([name for name in dataset.column_names if name in _INPUTS])
@@ -518,14 +518,14 @@ class _Tokens:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, row: int) -> Any:
+    def __getitem__(self, row: int) -> dict[str, Any]:
         return {name: value for name, value in self._dataset[row].items() if name in _INPUTS}
 
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
-def _unchanged(batch: Any) -> Any:
+def _unchanged(batch: object) -> object:
     return batch
 
 

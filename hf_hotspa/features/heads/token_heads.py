@@ -230,7 +230,7 @@ class TokenHeads:
                 raise _unsupported("returns something else than follows from its heads")
 
 
-def _tensors(out: Any) -> Iterator[Tensor]:
+def _tensors(out: object) -> Iterator[Tensor]:
     values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
     return (value for value in values if isinstance(value, Tensor))
 
@@ -241,7 +241,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one - other).abs() <= tolerance * max(most, 1e-3)).all())
 
 
-def _differ(one: Any, other: Any, padding: Tensor) -> bool:
+def _differ(one: object, other: object, padding: Tensor) -> bool:
     """Whether outputs differ; outputs of single tokens at padding are not compared."""
     for mine, others in zip(_tensors(one), _tensors(other), strict=True):
         same = torch.isclose(mine, others, rtol=0.0, atol=0.0, equal_nan=True)
