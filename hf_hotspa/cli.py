@@ -24,7 +24,7 @@ from hf_hotspa.commands.train_help import HELP, OVERVIEW, RUN_HELP
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
-from hf_hotspa.costs.terms import TASKS, form_names, optimizer_states, packed_forms, reduced_states
+from hf_hotspa.costs.terms import TASKS, form_names, forms_help, optimizer_states, reduced_states
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _JSON = "print JSON instead of tables"
-_QUANTIZATION = {"--quantization": next((forms.help for forms in packed_forms()), "")}
+_QUANTIZATION = {"--quantization": f"the form of the frozen model, with --lora ({forms_help()})"}
 _SETUP = {  # what `_setup` reads, except the hardware
     "--nodes NODESxDEVICES": "the cluster, such as 4x8",
     "--memory-limit SIZE": "device memory that a plan may use, such as 70GiB (default: 90 %% of the device's memory)",

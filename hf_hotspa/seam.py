@@ -33,6 +33,7 @@ FEATURES = (
     "slow_devices",
     "pipedream",
     "four_bit",
+    "eight_bit",
     "lora",
     "token_chunks",
     "low_bit_optimizers",

@@ -25,7 +25,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import Streams, estimate
 from hf_hotspa.costs.terms import Cost, Exchanges, Hop, Scoring, optimizer_states
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.features.four_bit.terms import FourBits
+from hf_hotspa.features.four_bit.terms import four_bits
 from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import GradientDtypes
@@ -95,8 +95,8 @@ def models() -> dict[str, ModelSizes]:
 
 def _with_adapter(name: str, lora: str, kind: str | None = None) -> ModelSizes:
     linears = load_model("llama2-7b").linears if name == "7b" else load_model(DATA / "llama2_70b.json").linears
-    four_bits = FourBits(kind, linears) if kind else None
-    return replace(models()[name], added=Adapter.read(lora, linears), packed=four_bits)
+    packed = four_bits(kind, linears) if kind else None
+    return replace(models()[name], added=Adapter.read(lora, linears), packed=packed)
 
 
 def memory_cases() -> Iterator[tuple[str, ModelSizes, MemoryOptions]]:

@@ -100,7 +100,7 @@ def reference_step(
             loss.backward()
             total += loss.item()
     gradients = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters(remove_duplicate=False)
     }
     return total, gradients

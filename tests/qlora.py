@@ -14,12 +14,20 @@ WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim"
 """Sizes of which tp 2 cuts whole blocks of 64."""
 
 
-def quantized(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, model: Any = None, **config: Any) -> Any:
-    """A tiny model that `from_pretrained` has quantized to nf4, without an adapter.
+def quantized(
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    model: Any = None,
+    quantization: Any = None,
+    **config: Any,
+) -> Any:
+    """A tiny model that `from_pretrained` has quantized, to nf4 by default, without an adapter.
 
     Args:
         model: Changes of the model's config.
-        config: Changes of the `BitsAndBytesConfig`.
+        quantization: Another config than the `BitsAndBytesConfig`.
+        config: Changes of that.
     """
     plain = tiny_model(family, dtype, seed, **(model or {})) if family in KNOWN else tiny_model_of(family, dtype, seed)
     options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **config}
@@ -27,7 +35,11 @@ def quantized(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, mo
     if plain.config.tie_word_embeddings:
         del state["lm_head.weight"]
     return type(plain).from_pretrained(
-        None, config=plain.config, state_dict=state, dtype=dtype, quantization_config=BitsAndBytesConfig(**options)
+        None,
+        config=plain.config,
+        state_dict=state,
+        dtype=dtype,
+        quantization_config=quantization or BitsAndBytesConfig(**options),
     )
 
 
@@ -38,11 +50,12 @@ def tiny_qlora(
     model: Any = None,
     lora: Any = None,
     adapter_name: str = "default",
+    quantization: Any = None,
     **config: Any,
 ) -> Any:
     """A `PeftModel` with LoRA on every linear layer of such a model, the same on every rank; no factor is zero."""
     base = prepare_model_for_kbit_training(
-        quantized(family, dtype, seed, model, **config), use_gradient_checkpointing=False
+        quantized(family, dtype, seed, model, quantization, **config), use_gradient_checkpointing=False
     )
     torch.manual_seed(seed)
     options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})}

@@ -13,7 +13,6 @@ from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryBreakdown, MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import EFFICIENCY, Streams, estimate, moved_bytes, seconds_of_links
-from hf_hotspa.costs.terms import packed_forms
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
@@ -100,7 +99,6 @@ def check_calibration(
     """Checks that a calibration applies to a case. Does not compare machine and versions; these are the user's choice.
     Raises `HotspaConfigError`: naming all differences."""
     key, facts = calibration.key, calibration.model
-    none = next((forms.none for forms in packed_forms()), "none")
     pairs = [
         ("processes a node", key.devices_per_node, devices_per_node),
         ("dtype", key.dtype, dtype),
@@ -108,7 +106,7 @@ def check_calibration(
         ("hidden size", facts.hidden_size, shape.hidden_size),
         ("vocabulary", facts.vocab_size, shape.vocab_size),
         ("attention heads", facts.num_attention_heads, shape.num_attention_heads),
-        ("frozen weights", *(str(known or none).partition(",")[0] for known in (key.base, base))),
+        ("frozen weights", *(str(known or "plain").partition(",")[0] for known in (key.base, base))),
     ]
     wrong = [f"{name} {measured} instead of {needed}" for name, measured, needed in pairs if measured != needed]
     if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:

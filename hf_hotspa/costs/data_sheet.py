@@ -12,10 +12,10 @@ plus a linear term. Predictions are within about a third; measure if the machine
 """
 
 from hf_hotspa.costs.hardware import Hardware
+from hf_hotspa.costs.packed_linears import unpacking_seconds
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.seam import hooks
 
 MATMUL_EFFICIENCY = 0.62
 """Share of the peak that a layer's large matrix products reach, with the operations between them (training runs of
@@ -104,11 +104,10 @@ def costs(
     """Returns layer, head and embedding costs by tp."""
     shape, frozen = sizes.shape, sizes.added is not None
     degrees = range(1, shape.num_attention_heads + 1)
-    of_features = [terms.data_sheet for terms in hooks("terms") if terms.data_sheet is not None]
 
     def layer(tp: int) -> Cost:
         own = layer_cost(shape, tp, hardware, dtype, sizes.added_parameters(tp) if frozen else None)
-        return sum((cost(sizes, tp, hardware, dtype) for cost in of_features), own)
+        return own + unpacking_seconds(sizes, tp, hardware, dtype)
 
     return (
         {tp: layer(tp) for tp in degrees},

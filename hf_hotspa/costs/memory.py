@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from hf_hotspa.costs.divided import gathered_bytes, repeated_bytes, tokens_at_a_time
+from hf_hotspa.costs.packed_linears import unpacked
 from hf_hotspa.costs.sizes import (
     ADAM,
     MasterSizes,
@@ -31,7 +32,7 @@ from hf_hotspa.costs.sizes import (
     dtype_bytes,
     loss_chunk_tokens,
 )
-from hf_hotspa.costs.terms import LOSS, Bytes, MemoryTerm, Packs, Rate, Scoring
+from hf_hotspa.costs.terms import LOSS, RECOMPUTATION, Bytes, MemoryTerm, Packs, Rate, Scoring
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import num_chunks
@@ -203,9 +204,6 @@ def _kept_activations(stage: MemoryStage) -> Rate:
     return Rate(recomputed * stage.hidden / stage.sharers + (stage.num_layers - recomputed) * stage.layer)
 
 
-RECOMPUTATION = "recomputation"
-
-
 def _recomputed_layer(stage: MemoryStage) -> Rate | None:
     """While the last recomputing layer runs again: its activations, a gradient at either end, and one inside the MLP,
     which sequence parallelism gathers. The layers after it have already run backward."""
@@ -262,6 +260,18 @@ def _other_losses(stage: MemoryStage) -> Bytes | None:
     return lambda packs: of_token * packs.held_tokens if packs.in_flight > 1 else 0.0
 
 
+def _unpacked_bytes(stage: MemoryStage) -> Rate | None:
+    weights = unpacked(stage.model.sizes, stage.strategy.tp)
+    return Rate(fixed=weights * stage.width) if weights else None
+
+
+def _second_gradient(stage: MemoryStage) -> Rate | None:
+    """While a layer runs again: gradients of both the product of what is trained and the frozen one."""
+    if not stage.recomputes or not unpacked(stage.model.sizes, stage.strategy.tp):
+        return None
+    return Rate(pack_token=stage.inner_gradient)
+
+
 TERMS = (
     MemoryTerm("master weights", "master_weights", lambda stage: Rate(fixed=stage.master.weight_bytes)),
     MemoryTerm(
@@ -279,6 +289,8 @@ TERMS = (
     MemoryTerm("gathered keys and values", "activations", _gathered, "attention"),
     MemoryTerm("logits", "logits", _logits, LOSS),
     MemoryTerm("losses of other packs", "logits", _other_losses),
+    MemoryTerm("unpacked weights", "activations", _unpacked_bytes, "products"),
+    MemoryTerm("second gradient inside an MLP", "activations", _second_gradient, RECOMPUTATION),
 )  # fmt: skip
 """The terms of the core. The arena and the buffers of switches follow from the weights and gradients of all terms."""
 

@@ -116,6 +116,9 @@ class Packed(Protocol):
     def held_numel(self, shares: Shares) -> float:
         """Weights that it holds."""
 
+    def most_at_a_time(self, shares: Shares) -> float:
+        """The most of them that are unpacked at a time."""
+
 
 def _present_bytes(num_bytes: NDArray[np.int64], rooms: Sequence[Room | None]) -> NDArray[np.int64]:
     """Bytes on each rank, from [segments, ranks], when only two neighbouring units are present at a time."""

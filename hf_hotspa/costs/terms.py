@@ -41,6 +41,7 @@ class Rate(NamedTuple):
 Bytes = Rate | Callable[[Packs], float]
 
 LOSS = "loss"  # the moment of the loss of one pack
+RECOMPUTATION = "recomputation"  # the moment when a layer runs again
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,9 @@ class PackedForms:
     """Forms in which frozen weights may be held (`sizes.Packed`)."""
 
     names: tuple[str, ...]  # the values of `--quantization`; messages suggest the first one
-    # called with a name, the linear layers of a decoder layer by name, and what is trained beside them; raises
-    # `HotspaConfigError` without the latter
-    of: Callable[[str, Mapping[str, Any], Any], Any]
-    none: str  # what messages call frozen weights in no such form
-    help: str  # of `--quantization`
+    of: Callable[[str, Mapping[str, Any]], Any]  # called with a name, and the linear layers of a decoder layer by name
+    help: str  # what they are, for `--quantization`
+    load: str  # the `quantization_config` with which `from_pretrained` makes one, for messages
     # called with a model, a name and the numbers that its weights repeat: converts its linear layers, to be measured
     convert: Callable[[Any, str, Any], None]
     # called with a name and whether scales are quantized, too: the `quantization_config` of `from_pretrained`
@@ -134,8 +133,6 @@ class Terms:
 
     memory: tuple[MemoryTerm, ...] = ()
     time: tuple[TimeTerm, ...] = ()
-    # cost of one layer on data sheets, from `ModelSizes`, tp, `Hardware` and dtype
-    data_sheet: Callable[[Any, int, Any, str], Cost] | None = None
     # the master store of a `memory.MemoryStage`, if the feature divides it otherwise
     master: Callable[[Any], MasterSizes | None] | None = None
     optimizer_states: Mapping[str, OptimizerState] = field(default_factory=dict)  # optimizers by `--optim` name
@@ -175,13 +172,17 @@ def form_names() -> tuple[str, ...]:
     return tuple(name for forms in packed_forms() for name in forms.names)
 
 
+def forms_help() -> str:
+    return "; ".join(f"{' and '.join(forms.names)}: {forms.help}" for forms in packed_forms())
+
+
 def form_of(name: str) -> PackedForms:
     return next(forms for forms in packed_forms() if name in forms.names)
 
 
-def packed_weights(name: str, linears: Mapping[str, Any], added: Any) -> Any:
-    """Returns the linear layers of a decoder layer in a form. Raises `HotspaConfigError`: nothing is added to them."""
-    return form_of(name).of(name, linears, added)
+def packed_weights(name: str, linears: Mapping[str, Any]) -> Any:
+    """Returns the linear layers of a decoder layer in a form."""
+    return form_of(name).of(name, linears)
 
 
 TRAINING_UNITS = 3  # cost of a training pass, in forward passes of all layers

@@ -110,7 +110,7 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
 # called for every attribute in every step
 @cache
 def _is_method(cls: type, key: str) -> bool:
-    return inspect.isfunction(getattr(cls, key, None))
+    return key != "extra_repr" and inspect.isfunction(getattr(cls, key, None))
 
 
 @cache
@@ -149,7 +149,7 @@ _CLASS = "class"
 _OTHER = object()
 _OF_NO_FORWARD = (
     "training", "gradient_checkpointing", "max_seq_len_cached", "output_router_logits", "merged_adapters", "name_or_path",
-    "vocab_size", "num_embeddings", "loss_type", "config",
+    "vocab_size", "num_embeddings", "loss_type", "config", "extra_repr",
 )  # fmt: skip
 """Attributes that change in use, that a call may override, or that follow from the weights."""
 _MOST_NUMBERS = 4096

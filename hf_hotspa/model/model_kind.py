@@ -9,7 +9,7 @@ are saved with the rest.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +21,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from hf_hotspa.costs.terms import packed_forms
 from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
 from hf_hotspa.model.layer_kind import LayerKind
+from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
 from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, replaced_modules, unwrapped_modules
@@ -240,50 +242,55 @@ class TextForward:
 
 # -- quantized weights --------------------------------------------------------------------------------------------------
 
-_DEQUANTIZE = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+_DEQUANTIZE = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config", "compressed-tensors": "CompressedTensorsConfig"}
+_PACKED = "packed integers and their scales cannot be cut into shards and moved between layouts like weights"
 
 
-def _refuse_quantized_modules(model: nn.Module) -> None:
+def _refuse_quantized_modules(model: nn.Module, packed: Collection[str]) -> None:
+    """Raises an error for a module with weights that are not plain, unless it is `packed`."""
     for name, module in model.named_modules():
-        kinds = {type(p) for p in module.parameters(recurse=False) if not issubclass(type(p), nn.Parameter)}
+        parameters = [] if name in packed else [*module.parameters(recurse=False)]
+        kinds = {type(p) for p in parameters if not issubclass(type(p), nn.Parameter) or p.dtype.itemsize == 1}
         if kinds or "quantized" in type(module).__module__.split("."):
             raise UnsupportedError(
                 f"the weights of module {name!r} are quantized ({', '.join(k.__name__ for k in (*kinds, type(module)))})",
-                why="packed integers and their scales cannot be cut into shards and moved between layouts like weights",
+                why=_PACKED,
                 fix="train the model before it is quantized",
             )
 
 
 def refuse_quantized(model: nn.Module, adapted: bool) -> None:
-    """Raises an error for weights that are not plain floating-point numbers, except 4-bit bitsandbytes below an
-    adapter. `model`: the model without an adapter's wrapper. `adapted`: whether it has one. Raises `UnsupportedError`:
-    naming the method."""
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if config is None and not getattr(model, "is_quantized", False):
-        _refuse_quantized_modules(model)
+    """Raises an error for weights that are not plain floating-point numbers, except packed layers below an adapter.
+    `model`: the model without an adapter's wrapper. `adapted`: whether it has one. Raises `UnsupportedError`: naming the
+    method."""
+    config, packed = getattr(getattr(model, "config", None), "quantization_config", None), packed_layers(model)
+    if (config is None and not getattr(model, "is_quantized", False)) or (packed and adapted):
+        _refuse_quantized_modules(model, packed if adapted else ())
         return
 
     def value(name: str) -> Any:
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
-    method = str(getattr(value("quant_method"), "value", value("quant_method")) or "an unknown method")
-    in_4_bits = method == "bitsandbytes" and value("load_in_4bit")
-    method += ", 8 bits" if method == "bitsandbytes" and value("load_in_8bit") else ""
-    if in_4_bits and adapted:
-        return
     if value("dequantize") and not any(p.dtype.itemsize == 1 for p in model.parameters()):
         return  # only the files were quantized
-    why = "packed integers and their scales cannot be cut into shards and moved between layouts like weights"
-    fix = (
-        "load the model without quantization_config, for instance with dtype=torch.bfloat16: frozen weights are kept once, in "
-        "that dtype; or in 4 bits of bitsandbytes (load_in_4bit=True), below a LoRA adapter"
+    method = str(getattr(value("quant_method"), "value", value("quant_method")) or "an unknown method")
+    raise UnsupportedError(
+        f"the weights are quantized ({method}{''.join(f', {n} bits' for n in (4, 8) if value(f'load_in_{n}bit'))})",
+        why="codes have no gradient, and nothing else would be trained" if packed else _PACKED,
+        fix=_instead_of(method, bool(packed)),
     )
-    if in_4_bits:
-        method, why = "bitsandbytes, 4 bits", "codes of 4 bits have no gradient, and nothing else would be trained"
-        fix = "put a LoRA adapter on it: get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(...))"
-    elif method in _DEQUANTIZE:
-        fix = f"load it with quantization_config={_DEQUANTIZE[method]}(dequantize=True): its weights are bf16 then"
-    raise UnsupportedError(f"the weights are quantized ({method})", why=why, fix=fix)
+
+
+def _instead_of(method: str, is_packed: bool) -> str:
+    if is_packed:
+        return "put a LoRA adapter on it: get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(...))"
+    if method in _DEQUANTIZE:
+        return f"load it with quantization_config={_DEQUANTIZE[method]}(dequantize=True): its weights are bf16 then"
+    forms = " or ".join(forms.load for forms in packed_forms())
+    return (
+        "load the model from which it was made, without quantization_config: from_pretrained(ORIGINAL, "
+        f"dtype=torch.bfloat16); below a LoRA adapter also with quantization_config={forms}"
+    )
 
 
 def quantized_files(folder: Path) -> UnsupportedError:
@@ -292,7 +299,7 @@ def quantized_files(folder: Path) -> UnsupportedError:
         "the weights are quantized",
         where=str(folder),
         why="reading by slices supports only plain weights",
-        fix="give the original weights (below a LoRA adapter in 4 bits: hf_hotspa.open_qlora); or load the model in "
+        fix="give the original weights (hf_hotspa.open_qlora quantizes them below a LoRA adapter); or load the model in "
         "every process: from_pretrained, with dequantize=True for mxfp4 and fp8",
     )
 

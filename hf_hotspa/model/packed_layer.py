@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_hotspa.layout.vector import ParameterSpec
@@ -18,9 +19,9 @@ from hf_hotspa.seam import hooks
 class Product(Protocol):
     """`x W^T` of a packed layer in a replica, in the place of its forward."""
 
-    def cut(self, dim: int, rows: Sequence[tuple[int, int]], held_whole: bool) -> None:
+    def cut(self, dim: int, rows: Sequence[tuple[int, int]], held_whole: bool, group: dist.ProcessGroup) -> None:
         """Makes it the product with a shard: these rows of the weight along the cut dim. With `held_whole` the rank holds
-        the complete packed weight, and slices the plain one."""
+        the complete packed weight, and slices the plain one. `group`: the ranks with all shards."""
 
     def weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain weight of the shard, made for the call, in a dtype; in its original one when None."""

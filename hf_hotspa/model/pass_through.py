@@ -236,7 +236,7 @@ def _without_data(model: Any) -> Any:
 
     def empty(tensor: Tensor | None) -> Any:
         if tensor is not None and id(tensor) not in made:
-            bare = torch.empty_like(tensor, device="meta")
+            bare = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # of any class of tensors
             made[id(tensor)] = nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
         return None if tensor is None else made[id(tensor)]
 

@@ -540,13 +540,13 @@ class Replica:
 
     def _use_packed(self, description: ModelDescription) -> None:
         """Replaces products by ones with this rank's shards of packed weights."""
-        specs, whole = {slot.spec.name: slot.spec for slot in self.slots}, list[str]()
+        specs, whole, tensor = {slot.spec.name: slot.spec for slot in self.slots}, list[str](), self.mesh.tensor
         for name, product in products(unwrapped_modules(self.model), description.packed).items():
             spec = specs[description.weight_of(name)]
-            if spec.shard_dim is not None and self.mesh.strategy.tp > 1:
+            if spec.shard_dim is not None and tensor is not None:
                 place = description.vector, self.mesh.strategy, spec, self.mesh.rank
                 is_whole = stored_rows(*place) is None
-                product.cut(spec.shard_dim, shard_rows(*place), is_whole)
+                product.cut(spec.shard_dim, shard_rows(*place), is_whole, tensor.group)
                 whole += [name] if is_whole else []
         if whole and self.mesh.rank == 0:
             logger.warning(

@@ -89,7 +89,13 @@ class Setup:
             fix = f"plan for at most {_MOST_DEVICES} devices"
             raise HotspaConfigError(f"{nodes} are {count * devices} devices", fix=fix)
         adapter = added_weights(lora, shape.linears) if lora is not None else None
-        packed = packed_weights(quantization, shape.linears, adapter) if quantization is not None else None
+        if quantization is not None and adapter is None:
+            raise HotspaConfigError(
+                f"--quantization {quantization} needs an adapter",
+                why="packed weights are frozen, and nothing would be trained",
+                fix="add --lora 16",
+            )
+        packed = packed_weights(quantization, shape.linears) if quantization is not None else None
         machine = load_hardware(hardware) if hardware is not None else None
         measured = Calibration.load(calibration) if calibration is not None else None
         if measured is not None:
@@ -273,7 +279,7 @@ def _what_would_fit(setup: Setup, longest: int) -> str:
             lora, add = replace(setup, adapter=added_weights("16", setup.model.linears)), "--lora 16 "
             ways.append((add.strip(), lora))
         for form in form_names()[:1] if setup.packed is None else ():
-            packed = packed_weights(form, setup.model.linears, lora.adapter)
+            packed = packed_weights(form, setup.model.linears)
             ways.append((f"{add}--quantization {form}", replace(lora, packed=packed)))
         for optim in list(reduced_states())[:1] if setup.adapter is None and setup.optim == "adamw_torch" else ():
             ways.append((f"--optim {optim}", replace(setup, optim=optim)))

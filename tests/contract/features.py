@@ -16,19 +16,26 @@ PAGE = ROOT / "docs" / "features.md"
 
 class Named(NamedTuple):
     """How files name a feature (in any case); how many of all files did before there was a seam (commit 343786a2); and how
-    many outside of its folder may, which may only fall."""
+    many outside of its folder may, which may only fall. `same_words`: a feature whose folder names the same libraries."""
 
     pattern: str
     at_first: int
     most: int
+    same_words: str = ""
 
 
 NAMED = {
     "pipedream": Named(r"pipe_?dream", 17, 1),
     "four_bit": Named(
-        r"four_?bits?|(?<!\d)4[- ]bits?\b(?! (optim|state))|four bits|\bnf4\b|\bfp4\b|linear4bit|in_4bit", 23, 2
+        r"four_?bits?|(?<!\d)4[- ]bits?\b(?! (optim|state))|four bits|\bnf4\b|\bfp4\b|linear4bit|in_4bit", 23, 1
     ),
-    "low_bit_optimizers": Named(r"low_?bit|8[- ]?bit|torchao", 13, 3),
+    "eight_bit": Named(
+        r"eight_?bit|8[- ]bits?\b(?!.{0,12}(optim|state|and 4-bit))|linear8bit|int8params|int8tensor|load_in_8bit|"
+        r"llm_?int8(?!_skip)|int8_?weight",
+        0,
+        0,
+    ),
+    "low_bit_optimizers": Named(r"low_?bit|8[- ]?bit|torchao", 13, 2, "eight_bit"),
     "slow_devices": Named(r"straggl|slow[ _-]?(device|rank)|flexible", 33, 5),
     "lora": Named(r"\blora|(?<!kv_)lora_|adapter|\bpeft", 54, 38),  # `kv_lora_rank` is of latent attention
     # that a model has experts, and where they are, is placement
@@ -52,7 +59,8 @@ _LIST = re.compile(r"^FEATURES = \([^)]*\)", re.MULTILINE)
 def naming(feature: str) -> list[str]:
     """The files outside of a feature's folder that name it. The one line of the list does not count."""
     files = source_files(*PACKAGE_FOLDERS)
-    outside = (file for file in files if not file.startswith(f"hf_hotspa/features/{feature}/"))
+    own = tuple(f"hf_hotspa/features/{name}/" for name in (feature, NAMED[feature].same_words) if name)
+    outside = (file for file in files if not file.startswith(own))
     pattern = re.compile(NAMED[feature].pattern, re.IGNORECASE)
     return [file for file in outside if pattern.search(_LIST.sub("", (ROOT / file).read_text()))]
 

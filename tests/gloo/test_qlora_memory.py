@@ -10,8 +10,8 @@ from hf_hotspa.calibrate import probe
 from hf_hotspa.calibrate.model_calibration import Procedure, calibrate
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import MemoryOptions
+from hf_hotspa.costs.packed_linears import unpacked
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.features.four_bit import terms as four_bit_terms
 from tests.gloo.test_fully_sharded_memory import Allocated
 from tests.harness import run_ranks
 from tests.qlora import tiny_qlora
@@ -64,7 +64,7 @@ def dequantized(rank, world_size, strategies):
         with Dequantized() as counted:
             engine.forward_backward(mini_batch)
         sizes = ModelSizes(engine.description.shape, "float32", vector=engine.description.vector)
-        found[strategy] = counted.most, counted.count, four_bit_terms.dequantized(sizes, engine.buckets[0].strategy.tp)
+        found[strategy] = counted.most, counted.count, unpacked(sizes, engine.buckets[0].strategy.tp)
         engine.close()
     return found
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, TaskType, get_peft_model, inject_adapter_in_model
-from transformers import BitsAndBytesConfig
 
 from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.errors import ModelError, UnsupportedError
@@ -84,19 +83,20 @@ def test_adapters_that_would_not_be_trained_are_refused():
 @pytest.mark.parametrize(
     ("config", "method", "fix"),
     [
-        (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes, 8 bits", "load_in_4bit=True"),
-        (BitsAndBytesConfig(load_in_4bit=True), "bitsandbytes, 4 bits", "get_peft_model"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq", "bfloat16"),
-        ({"quant_method": "mxfp4"}, "mxfp4", r"Mxfp4Config(dequantize=True)"),
-        ({"quant_method": "fp8"}, "fp8", r"FineGrainedFP8Config(dequantize=True)"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq", "from_pretrained(ORIGINAL, dtype=torch.bfloat16)"),
+        ({"quant_method": "awq", "bits": 4}, "awq", "from_pretrained(ORIGINAL, dtype=torch.bfloat16)"),
+        ({"quant_method": "mxfp4"}, "mxfp4", "Mxfp4Config(dequantize=True)"),
+        ({"quant_method": "fp8"}, "fp8", "FineGrainedFP8Config(dequantize=True)"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors", "CompressedTensorsConfig(dequantize=True)"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits", "load_in_8bit=True"),
     ],
 )
 def test_quantized_weights_are_refused_by_method(config, method, fix):
-    model = tiny_model("llama_gqa_bias")
-    model.config.quantization_config = config
-    with pytest.raises(UnsupportedError, match=rf"\({method}\)") as caught:
-        describe_model(model)
-    assert fix in caught.value.fix
+    for model in (tiny_model("llama_gqa_bias"), adapted()):
+        model.config.quantization_config = config
+        with pytest.raises(UnsupportedError, match=rf"\({method}\)") as caught:
+            describe_model(model)
+        assert fix in caught.value.fix
 
 
 @pytest.mark.parametrize("family", FAMILIES)

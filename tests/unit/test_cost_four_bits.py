@@ -13,12 +13,13 @@ from hf_hotspa.costs.cost_model import check_calibration
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.model_config import load_model
+from hf_hotspa.costs.packed_linears import unpacked
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.features.four_bit.terms import WEIGHT_BYTES, FourBits, dequantized
+from hf_hotspa.features.four_bit.terms import WEIGHT_BYTES, four_bits
 from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
@@ -29,7 +30,7 @@ from tests.qlora import WIDE, tiny_qlora
 BIASES = 0.05
 """What a tiny model has of biases and norms of queries and keys, which are not counted."""
 LLAMA = load_model("llama2-7b")
-LORA, NF4 = Adapter.read("16", LLAMA.linears), FourBits("nf4", LLAMA.linears)
+LORA, NF4 = Adapter.read("16", LLAMA.linears), four_bits("nf4", LLAMA.linears)
 
 
 @pytest.mark.parametrize(
@@ -41,13 +42,13 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_p
     config.save_pretrained(tmp_path)
     described = describe_model(tiny_qlora(family, torch.bfloat16, model=wide), torch.bfloat16)
     model = load_model(tmp_path)
-    adapter, four_bits = Adapter.read("3", model.linears), FourBits("nf4", model.linears)
-    found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=four_bits)
+    adapter, packed = Adapter.read("3", model.linears), four_bits("nf4", model.linears)
+    found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=packed)
     exact = ModelSizes(described.shape, vector=described.vector)
     assert found.num_trained == exact.num_trained
     assert found.weight_bytes == pytest.approx(exact.weight_bytes, rel=BIASES)
     for strategy in (Strategy(4), Strategy(4, z=3), Strategy(2, 2), Strategy(1, 2, 2), Strategy(1, 4)):
-        assert dequantized(found, strategy.tp) == dequantized(exact, strategy.tp), strategy
+        assert unpacked(found, strategy.tp) == unpacked(exact, strategy.tp), strategy
         for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
             assert mine.gradient_bytes == real.gradient_bytes, strategy
             assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
@@ -57,11 +58,11 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_p
 
 def test_whole_weights_where_no_shard_ends_with_blocks() -> None:
     shares = {"query": 0.5, "key": 0.5, None: 0.5}
-    by_rows, by_columns = FourBits("nf4", LLAMA.linears), LLAMA.linears["down_proj"]
+    by_rows, by_columns = four_bits("nf4", LLAMA.linears), LLAMA.linears["down_proj"]
     assert by_rows.held_numel(shares) == by_rows.cut(shares) == by_rows.weights / 2
     # 11008 / 2 is a multiple of 64, 11008 / 8 is not
-    assert FourBits("nf4", {"down_proj": by_columns}).held_numel({None: 1 / 8}) == 4096 * 11008
-    assert FourBits("nf4", {"down_proj": by_columns}).most_at_a_time({None: 1 / 8}) == 4096 * 11008 * 9 / 8
+    assert four_bits("nf4", {"down_proj": by_columns}).held_numel({None: 1 / 8}) == 4096 * 11008
+    assert four_bits("nf4", {"down_proj": by_columns}).most_at_a_time({None: 1 / 8}) == 4096 * 11008 * 9 / 8
 
 
 def test_seconds_and_bytes_beside_lora_in_bf16() -> None:
@@ -100,5 +101,5 @@ def test_a_calibration_of_other_weights_is_refused() -> None:
     calibration, shape = made_calibration(model, 1, {1: Cost(b=1e-6)}), describe_model(model).shape
     known: Any = {"dtype": "float32", "nodes": 1, "devices_per_node": 1}
     check_calibration(calibration, "here", shape, **known)
-    with pytest.raises(HotspaConfigError, match="frozen weights none in 4 bits instead of nf4"):
+    with pytest.raises(HotspaConfigError, match="frozen weights plain instead of nf4"):
         check_calibration(calibration, "here", shape, **known, base=FrozenBase("nf4", 8))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hf_hotspa.costs import data_sheet, memory, time
+from hf_hotspa.costs import memory, time
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
@@ -24,7 +24,7 @@ def adding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Adds the terms of one more feature."""
 
     def add(**terms: Any) -> None:
-        for module in (memory, time, data_sheet):
+        for module in (memory, time):
             monkeypatch.setattr(module, "hooks", lambda name: (*hooks(name), Terms(**terms)))
 
     return add
@@ -68,14 +68,11 @@ def test_a_master_store_of_another_form_replaces_the_usual(adding: Callable[...,
     assert usual.master_weights == SIZES.master(8).weight_bytes
 
 
-def test_seconds_of_a_layer_and_of_data_sheets(adding: Callable[..., None]) -> None:
+def test_seconds_of_a_layer(adding: Callable[..., None]) -> None:
     hardware = load_hardware("a100-80g")
     before = CostModel.of_hardware(hardware, SIZES, MemoryOptions(), 8).time
     plain = before.stage_costs(PIPELINE)
-    adding(
-        time=(TimeTerm("more", lambda time, strategy: Cost(c=strategy.tp)),),
-        data_sheet=lambda sizes, tp, hardware, dtype: Cost(b=tp),
-    )
+    adding(time=(TimeTerm("more", lambda time, strategy: Cost(c=strategy.tp)),))
     after = CostModel.of_hardware(hardware, SIZES, MemoryOptions(), 8).time
     [first, last] = after.stage_terms(PIPELINE)
     assert first["more"] == last["more"] == Cost(c=2 * 16)
@@ -83,4 +80,4 @@ def test_seconds_of_a_layer_and_of_data_sheets(adding: Callable[..., None]) -> N
     assert "head" in last
     assert "head" not in first
     for one, other in zip(plain, after.stage_costs(PIPELINE), strict=True):
-        assert (other.b - one.b, other.c - one.c) == pytest.approx((2 * 16, 2 * 16))
+        assert (other.b - one.b, other.c - one.c) == pytest.approx((0, 2 * 16))

@@ -7,18 +7,17 @@ operations: `bnb.matmul_4bit` forward, `dequantize_4bit` and a product backward.
 it repacks the weights in place in evaluation. bitsandbytes is imported only when a model uses it.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from hf_hotspa.errors import ModelError
 from hf_hotspa.layout.vector import Packed, ParameterSpec
+from hf_hotspa.model.packed_product import LinearProduct, library_layers
 from hf_hotspa.model.replica import to_storage
 
 SCALES = "absmax"
@@ -112,7 +111,7 @@ class FourBit:
 
     def product(self, module: nn.Module) -> "FourBitProduct":
         """Makes the product of a replica's module its forward."""
-        return FourBitProduct(module, self)
+        return FourBitProduct(module, self, self.shape)
 
     def adapter_class(self) -> type[nn.Module]:
         from peft.tuners.lora import Linear4bit
@@ -160,15 +159,6 @@ class FourBit:
 # -- the user's model -------------------------------------------------------------------------------------------------
 
 
-def _is_four_bit(module: nn.Module) -> bool:
-    """Whether a module is a 4-bit linear layer of bitsandbytes with the library's forward."""
-    bnb: Any = sys.modules.get("bitsandbytes")  # an object of a package that was never imported does not exist
-    if bnb is None or not isinstance(module, bnb.nn.Linear4bit):
-        return False
-    own: Any = type(module).forward
-    return own is bnb.nn.Linear4bit.forward
-
-
 def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, FourBit]:
     """The hook `describe`: see `model.packed_layer.packed_layers`.
 
@@ -177,8 +167,8 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[s
     """
     narrow = compute_dtype in (torch.bfloat16, torch.float16)
     packed = {}
-    for name, module in model.named_modules():
-        if not _is_four_bit(module) or hasattr(module, SCALES):  # of a replica
+    for name, module in library_layers(model, "bitsandbytes.nn", "Linear4bit"):
+        if hasattr(module, SCALES):  # of a replica
             continue
         module.support_avx512bf16_for_cpu = False
         weight = module.weight
@@ -242,80 +232,47 @@ def scales_of(state: Any) -> Tensor:
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-class FourBitProduct:
-    """`x W^T` of a replica's `Linear4bit`: its forward, and its product if a sum over shards comes before the bias.
+class FourBitProduct(LinearProduct):
+    """The product with codes (uint8, of any shape in row-major order, the layer's `weight`), and scales (its `absmax`)."""
 
-    Args:
-        linear: Has the codes (uint8, of any shape in row-major order) as `weight`, and their scales as `absmax`.
-    """
+    layer: FourBit
 
-    def __init__(self, linear: nn.Module, layer: FourBit) -> None:
-        self._linear, self._layer, self._shape = linear, layer, layer.shape
-        self._slice: tuple[int, tuple[tuple[int, int], ...]] | None = None
-        linear.hotspa_product, linear.forward = self, self.with_bias
-
-    def cut(self, dim: int, rows: Sequence[tuple[int, int]], held_whole: bool) -> None:
-        """Makes it the product with a shard: these rows of the weight along the cut dim. With `held_whole` the rank holds
-        all codes, and slices the dequantized weight."""
-        local = list(self._layer.shape)
-        local[dim] = sum(stop - start for start, stop in rows)
-        self._shape = (local[0], local[1])
-        self._slice = (dim, tuple(rows)) if held_whole else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The product without bias for x [..., in] of any floating-point dtype."""
-        dtype = self._layer.compute_dtype or x.dtype
-        narrow = x.to(dtype if dtype in _NARROW else torch.float32)
-        out: Tensor = _Product.apply(narrow, self)
-        return out.to(x.dtype)
-
-    def with_bias(self, x: Tensor) -> Tensor:
-        out, bias = self(x), self._linear.bias
-        return out if bias is None else out + bias.to(out.dtype)
+    def dtype_of(self, x: Tensor) -> torch.dtype:
+        dtype = super().dtype_of(x)
+        return dtype if dtype in _NARROW else torch.float32
 
     def of(self, x: Tensor) -> Tensor:
-        """[..., out], without a graph."""
-        if self._slice is not None or not min(self._shape):
+        if self.slices is not None or not min(self.shape):
             return functional.linear(x, self.weight(x.dtype))
         from bitsandbytes.autograd._functions import matmul_4bit
 
-        codes, state = self._packed(self._layer.dtype)
+        codes, state = self._packed(self.layer.dtype)
         out: Tensor = matmul_4bit(x, codes, quant_state=state)
         return out
+
+    def back(self, grad: Tensor) -> Tensor:
+        return torch.matmul(grad, self.weight().to(grad.dtype))
 
     def weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """[out, in], dequantized to `dtype`, or to the weights' original dtype."""
         from bitsandbytes.functional import dequantize_4bit
 
-        dtype = dtype or self._layer.dtype
-        if not min(self._shape):
-            return torch.empty(self._shape, dtype=dtype, device=self._linear.weight.device)
+        dtype = dtype or self.layer.dtype
+        if not min(self.shape):
+            return torch.empty(self.shape, dtype=dtype, device=self.linear.weight.device)
         codes, state = self._packed(dtype)
         whole: Tensor = dequantize_4bit(codes, state)
-        if self._slice is None:
+        if self.slices is None:
             return whole
-        dim, rows = self._slice
+        dim, rows = self.slices
         return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in rows], dim)
 
     def _packed(self, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """The codes [n, 1] and the library's state; copies if a shard of columns lies column by column."""
         from bitsandbytes.functional import QuantState
 
-        layer, linear = self._layer, self._linear
-        shape = torch.Size(self._shape if self._slice is None else layer.shape)
+        layer, linear = self.layer, self.linear
+        shape = torch.Size(self.shape if self.slices is None else layer.shape)
         scales = linear.absmax.detach().contiguous().view(-1)
         state = QuantState(scales, shape=shape, blocksize=layer.block, quant_type=layer.kind, dtype=dtype)
         return linear.weight.detach().contiguous().view(-1, 1), state
-
-
-class _Product(torch.autograd.Function):
-    """Like bitsandbytes' own, but saves nothing: the backward reads the layer's codes, wherever they lie then."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, product: FourBitProduct) -> Tensor:
-        ctx.product = product
-        return product.of(x)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return torch.matmul(grad, ctx.product.weight().to(grad.dtype)), None

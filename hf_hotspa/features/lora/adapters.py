@@ -74,6 +74,8 @@ class Adapters:
         inside: Where each wrapper of PEFT has the layer that it runs, by the wrapper's name.
         parameters: The adapted parameter of each layer that adapts fused experts, by the layer's name. Layers of one module
             are nested: `….experts` and `….experts.base_layer`.
+        classes: The class of each LoRA layer around a packed layer, by the layer's name. PEFT chooses it by the class of the
+            weight, which a replica has in another form.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Adapters:
     scalings: Mapping[str, Mapping[str, float]]
     parameters: Mapping[str, str] = field(default_factory=dict)
     inside: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, type[nn.Module]] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Equal on ranks whose adapters compute the same from the same weights."""
@@ -137,6 +140,7 @@ class Adapters:
     def _put_variants(self, layer: str, module: Any) -> None:
         from hf_hotspa.features.lora.variants import put_dora
 
+        module.__class__ = self.classes.get(layer, type(module))
         for name in self.scalings.get(layer, ()):
             if self.configs[name].use_dora and layer not in self.parameters:
                 put_dora(module, name)
@@ -186,7 +190,10 @@ def read_adapters(model: nn.Module) -> Adapters | None:
     if len(configs) > 1:
         _refuse_other_neighbours(bare, configs)
     replicated = {name: _for_replicas(config) for name, config in configs.items()}
-    return Adapters(trained, replicated, _scalings(bare), parameters, inside)
+    scalings, packed = _scalings(bare), packed_layers(bare)
+    around = {path: packed.get(f"{path}.{place}") for path, place in inside.items() if path in scalings}
+    classes = {path: layer.adapter_class() for path, layer in around.items() if layer is not None}
+    return Adapters(trained, replicated, scalings, parameters, inside, classes)
 
 
 def _refuse_options(config: "LoraConfig") -> None:

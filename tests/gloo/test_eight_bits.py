@@ -1,0 +1,118 @@
+"""Bases in 8 bits: gradients of every strategy equal those of PEFT and the library in one process, and codes travel bit for bit."""
+
+from functools import partial
+
+import pytest
+import torch
+from bitsandbytes.nn import Int8Params, Linear8bitLt
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import BitsAndBytesConfig, TorchAoConfig
+
+from hf_hotspa.features.eight_bit.llm_int8 import read_llm_int8
+from hf_hotspa.model.packed_layer import stored_tensors
+from tests.gloo.test_lora import step_error
+from tests.gloo.test_qlora import Watch
+from tests.harness import run_ranks
+from tests.oracle import random_rows
+from tests.qlora import WIDE, tiny_qlora
+from tests.worlds import make_engine
+
+pytestmark = pytest.mark.gloo
+
+FORMS = {
+    "int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "int8_weight_only": lambda: TorchAoConfig(Int8WeightOnlyConfig()),
+}
+
+
+def in_double(model):
+    """Trained and plain frozen weights in fp64; codes and scales as they are, and multiplied in fp64."""
+    for parameter in model.parameters():
+        if type(parameter) is torch.nn.Parameter:
+            parameter.data = parameter.data.double()
+    model.config.dtype = torch.float64
+    return model
+
+
+def step_errors(rank, world_size, cases):
+    """By case, the largest relative error of an adapter's gradient on rank 0, which holds all of them."""
+    found, move = {}, Int8Params.to
+    for name, (family, form, buckets, sizes, *lora) in cases.items():
+        Int8Params.to = move
+        given, counted = in_double(tiny_qlora(family, torch.float32, 0, sizes, *lora, quantization=FORMS[form]())), []
+        # on CPUs PEFT's DoRA moves the weight to its own device in every forward, and bitsandbytes loses the scales then
+        Int8Params.to = lambda weight, device: weight
+        rows = random_rows(12, given.config.vocab_size, longest=60)
+        engine = make_engine(given, buckets)
+        engine.attach(partial(Watch, {key: t.clone() for key, t in stored_tensors(given)}, counted))
+        found[name], report = step_error(engine, given, rows)
+        assert len(report.phases) == len(engine.buckets), [p.strategy for p in report.phases]
+        assert sum(counted) > 0
+        engine.close()
+    return found
+
+
+LLAMA, QWEN, GEMMA = "llama_gqa_bias", "qwen3_qk_norm_tied", "gemma2_soft_caps"
+CASES = {
+    "dp, tp": (LLAMA, "int8", "dp2:16@32,tp2:60", WIDE),
+    "pp, cp": (QWEN, "int8_weight_only", "pp2:16@32,cp2:60", WIDE),
+    "sp, ck": (GEMMA, "int8", "tp2+sp+rc:16@32,pp2+ck20:60", WIDE),
+    "z3, v2": (LLAMA, "int8_weight_only", "dp2+z3:16@32,pp2+v2:60", WIDE),
+    "DoRA": (LLAMA, "int8_weight_only", "dp2:16@32,tp2:60", WIDE, {"use_dora": True}),
+    "DoRA, LLM.int8": (LLAMA, "int8", "tp2+sp:60", WIDE, {"use_dora": True}),
+    "uneven": ("llama_uneven", "int8_weight_only", "tp2:20@40,tp2+sp:60", {}),
+}
+
+
+def test_gradients():
+    errors = run_ranks(2, step_errors, CASES)[0]
+    print(errors)
+    assert min(errors.values()) > 0
+    # PEFT takes DoRA's norms from weights that are dequantized in fp32
+    assert all(error <= (1e-6 if "DoRA" in case else 1e-10) for case, error in errors.items()), errors
+
+
+def whole_and_shard(rank, world_size, threshold):
+    """For a cut of rows, and of columns: this rank's outputs and gradients of LLM.int8 in evaluation, the library's of the
+    whole layer, and the shard."""
+    torch.manual_seed(0)
+    columns, rows, tokens = 48, 20, 7
+    plain = torch.nn.Linear(columns, rows, bias=False)
+    x, seed = torch.randn(tokens, columns), torch.randn(tokens, rows)
+    x[2, 5], x[4, 30] = 9.0, -7.5
+    whole = Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, threshold=threshold)
+    whole.load_state_dict(plain.state_dict())
+    whole = whole.to("cpu").eval()
+    [(_, layer)] = read_llm_int8(torch.nn.Sequential(whole)).items()
+    codes, scales = layer.tensors(whole)
+    inputs = x.clone().requires_grad_()
+    expected = whole(inputs)
+    expected.backward(seed)
+    found = {"whole": (expected.detach(), inputs.grad)}
+    for dim in (0, 1):
+        holder = torch.nn.Sequential(torch.nn.Identity())
+        layer.put(holder, "0")
+        [module] = holder
+        size = layer.shape[dim] // world_size
+        place = (rank * size, (rank + 1) * size)
+        module.weight = torch.nn.Parameter(codes.narrow(dim, place[0], size).clone(), False)
+        module.scales = torch.nn.Parameter(scales.narrow(0, place[0], size) if dim == 0 else scales, False)
+        product = layer.product(module.eval())
+        product.cut(dim, [place], False, torch.distributed.group.WORLD)
+        own = (x if dim == 0 else x.narrow(1, place[0], size)).clone().requires_grad_()
+        out = product(own)
+        out.backward(seed.narrow(1, place[0], size) if dim == 0 else seed)
+        found[dim] = out.detach(), own.grad
+    return found
+
+
+@pytest.mark.parametrize("threshold", [6.0, 0.0])
+def test_int8_activations_are_those_of_whole_rows(threshold):
+    ranks = run_ranks(2, whole_and_shard, threshold)
+    out, grad = ranks[0]["whole"]
+    shards = torch.cat([found[0][0] for found in ranks], 1)
+    # a code more or less of an activation would change outputs by 1e-3
+    assert torch.equal(shards, out) if not threshold else torch.allclose(shards, out, rtol=0, atol=2e-6)
+    assert torch.allclose(sum(found[0][1] for found in ranks), grad, rtol=0, atol=2e-6)
+    assert torch.allclose(sum(found[1][0] for found in ranks), out, rtol=0, atol=2e-6)
+    assert torch.equal(torch.cat([found[1][1] for found in ranks], 1), grad)
