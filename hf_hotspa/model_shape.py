@@ -1,5 +1,6 @@
 """Counts and sizes of a model, for the torch-free layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -36,6 +37,8 @@ class ModelShape:
     whole_mlp: float = 0.0  # the same for MLPs, experts and routers
     gated: bool = True  # whether MLPs or experts have a gate beside the two matrices
     head_norms: bool = False  # whether queries and keys are normed
+    # the share of layers whose attention compares pairs of tokens; the others keep a state of constant size
+    pair_layers: float = 1.0
 
     @property
     def attention_parameters(self) -> int:
@@ -76,6 +79,12 @@ class ModelShape:
         """Cost of a causal attention pair relative to the linear cost of a token.
 
         One layer and a sequence of l tokens need, forward, `2 P l` FLOP in matrix products (P parameters that compute a
-        token) and `2 l^2 a` in causal attention (a = attention width): the cost is proportional to `l + (a / P) l^2`.
+        token) and `2 l^2 a` in causal attention (a = attention width): the cost is proportional to `l + (a / P) l^2`,
+        the latter in the layers that compare pairs.
         """
-        return self.attention_size / max(self.active_parameters, 1)
+        return self.pair_layers * self.attention_size / max(self.active_parameters, 1)
+
+
+def pair_layers(layer_types: Sequence[object]) -> float:
+    """Returns `ModelShape.pair_layers` from the types of all layers in a config; 1 if it names none."""
+    return sum(kind != "linear_attention" for kind in layer_types) / len(layer_types) if layer_types else 1.0

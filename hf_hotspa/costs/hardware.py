@@ -39,6 +39,10 @@ class Device:
     memory_bytes: int
     peak_flops: Mapping[str, float]
     memory_bandwidth: float
+    # shares of the peak: of large matrix products in training, and of flash attention on long sequences with heads of
+    # width 128. Fitted per generation, see docs/predicted.md; without a run of a generation as on A100
+    matmul_share: float = 0.68
+    attention_share: float = 0.6
 
     def flops(self, dtype: str) -> float:
         """Returns the peak speed in a dtype. Raises `HotspaConfigError`: the description has no speed for it."""
@@ -109,6 +113,10 @@ _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # bytes per second and direction of a
 # bytes per second of a NIC (400, 200 and 100 Gb/s), and NICs of a node; None: one for each GPU, if a board joins all GPUs
 _NDR, _HDR, _100G, _SHARED = (50e9, None), (25e9, None), (12.5e9, None), (12.5e9, 1)
 
+# `Device.matmul_share` and `Device.attention_share` by first part of the name; others count as A100
+_HOPPER, _BLACKWELL = (0.66, 0.32), (0.44, 0.45)
+_SHARES = {**dict.fromkeys(("h100", "h800", "h200", "mi300x"), _HOPPER), "b200": _BLACKWELL}
+
 
 def _gpu(
     name: str,
@@ -122,7 +130,8 @@ def _gpu(
 ) -> Hardware:
     """A GPU in a node of eight; by default with one NIC."""
     speeds = {**({"bfloat16": half} if bfloat16 else {}), "float16": half, "float32": single}
-    return Hardware(name, Device(memory_mib * _MIB, speeds, memory), 8, link, *network)
+    device = Device(memory_mib * _MIB, speeds, memory, *_SHARES.get(name.split("-")[0], ()))
+    return Hardware(name, device, 8, link, *network)
 
 
 # Memory is the driver's number if known. PCIe cards have the slot's link, even if a bridge can join pairs: collectives
@@ -225,6 +234,8 @@ def template(hardware: Hardware) -> str:
         ("peak_flops", "", "dense matrix products, operations per second"),
         *((f"  {dtype}", _plain(speed), "") for dtype, speed in device.peak_flops.items()),
         ("memory_bandwidth", _plain(device.memory_bandwidth), "bytes per second"),
+        ("matmul_share", f"{device.matmul_share:g}", "of the peak, by large matrix products"),
+        ("attention_share", f"{device.attention_share:g}", "of the peak, by flash attention on long sequences"),
         ("devices_per_node", hardware.devices_per_node, "where --nodes does not say it"),
         ("intra_bandwidth", _plain(hardware.intra_bandwidth), "of a device inside its node: bytes per second, one way"),
         ("inter_bandwidth", _plain(hardware.inter_bandwidth), "of one NIC: bytes per second, one way"),
@@ -283,7 +294,7 @@ def hardware_from(data: Mapping[str, Any], where: str = "hardware description") 
             raise _unknown(data["base"], where)
     else:
         needed = ["devices_per_node", "intra_bandwidth", "inter_bandwidth", *of_device]
-        if missing := [name for name in needed if name not in data]:
+        if missing := [name for name in needed if name not in data and not name.endswith("_share")]:
             raise HotspaConfigError(
                 f"the fields {', '.join(missing)} are missing",
                 where=where,
@@ -312,6 +323,8 @@ def _value(key: str, value: Any, where: str) -> Any:
     if key == "memory_bytes":
         return parse_bytes(value, key, where)
     parsed = _number(key, value, where, zero=key.endswith("latency_s"))
+    if key.endswith("_share") and parsed > 1:
+        raise HotspaConfigError(f"{key} is {value!r}", where=where, fix="give a share of the peak, between 0 and 1")
     if key in ("devices_per_node", "nics_per_node"):
         if parsed != int(parsed):
             raise HotspaConfigError(f"{key} is {value!r} instead of an integer", where=where)

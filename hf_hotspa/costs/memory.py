@@ -94,9 +94,19 @@ UNLIMITED_TOKENS = 1 << 40  # result of `largest_pack` without a limit
 
 PLANNED_SHARE = 0.9  # share of a device's memory that plans may fill without a given limit
 
+# what a device holds besides what torch allocates: see `runtime_bytes`
+ALLOCATOR_SLACK = 0.08  # of the allocated bytes, in blocks that are reserved and not in use
+CONTEXT_BYTES = 1 << 29  # of CUDA, its kernels and its libraries
+COMMUNICATOR_BYTES = 1_150_000_000  # of NCCL with fully connected sends, as Megatron measured
+
 _NORM_INPUT_BYTES = 4  # norms compute in fp32
 _STRAIGHT = 1e-9  # relative rounding error of a total on a straight line; the bytes of one token are a larger share
 _WIDE = 1 << 18
+
+
+def runtime_bytes(world_size: int) -> int:
+    """Returns the bytes that the driver and communicators hold on a device; the allocator does not know them."""
+    return CONTEXT_BYTES + (COMMUNICATOR_BYTES if world_size > 1 else 0)
 
 
 def activation_bytes(
@@ -107,6 +117,7 @@ def activation_bytes(
     element_bytes: int = 2,
     ep: int = 1,
     frozen: bool = False,
+    fused: bool = False,
 ) -> float:
     """Returns the bytes that one decoder layer keeps for one token until its backward pass.
 
@@ -122,17 +133,21 @@ def activation_bytes(
     * Experts: f follows from the parameters that compute a token, the k chosen experts. Their inputs and outputs (2kh)
       are on every tp coordinate if tp cuts experts, and divided if ep does; loads count as equal.
 
-    Fused kernels keep less: a LLaMA in 16 bits then has the usual `(18h + 6f) / t` bytes (derivation as in Korthikanti
-    et al., 2022). With recomputation only the layer's input (1h) stays. `frozen`: whether the norms are frozen.
+    `fused` kernels keep less, as in Megatron: norms their input in the compute dtype, a gated MLP 3f; and sequence
+    parallelism divides everything. A LLaMA in 16 bits then has `8h + 4 (a + kv) + 6f` bytes, as in Korthikanti et al.,
+    2022. With recomputation only the layer's input (1h) stays. `frozen`: whether the norms are frozen.
     """
     heads = shape.attention_parameters / shape.hidden_size  # queries, keys, values and the output: 2a + 2kv
-    mlp = _kept_by_mlp(shape)
+    mlp = _kept_by_mlp(shape) * (3 / 4 if fused and shape.gated else 1)
     of_experts = 2 * shape.experts_per_token * shape.hidden_size / (tp if ep > 1 else 1)
     of_norm = _NORM_INPUT_BYTES + element_bytes * (not frozen)
     norms = 2 * of_norm if shape.gated else 3 * element_bytes
+    if fused:
+        norms, of_norm = 2 * element_bytes, element_bytes
     normed = of_norm * heads / 2 * shape.head_norms  # queries and keys: a + kv
     cut = (heads * (1 - shape.whole_attention) + mlp * (1 - shape.whole_mlp)) / tp
-    in_compute_dtype = 2 * shape.hidden_size + of_experts + cut + heads * shape.whole_attention + mlp * shape.whole_mlp
+    inputs = 2 * shape.hidden_size / (tp if fused and sequence_parallel else 1)
+    in_compute_dtype = inputs + of_experts + cut + heads * shape.whole_attention + mlp * shape.whole_mlp
     return norms * shape.hidden_size / (tp if sequence_parallel else 1) + normed / tp + element_bytes * in_compute_dtype
 
 

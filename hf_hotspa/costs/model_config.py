@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, ModelError
-from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.model_shape import ModelShape, pair_layers
 from hf_hotspa.whole_file import read_json, read_object
 
 FAMILIES_FILE = Path(__file__).with_name("families.json")
@@ -162,6 +162,13 @@ class _Config:
         known = self.table.get("gated")
         return activation.startswith(_GATED) if known is None else bool(known)
 
+    @property
+    def pair_layers(self) -> float:
+        types, every = self.data.get("layer_types"), self.get("full_attention_interval")
+        if isinstance(types, list):
+            return pair_layers(types)
+        return 1.0 if every is None else self.need("num_hidden_layers") // every / self.need("num_hidden_layers")
+
     def mlp(self, hidden: int) -> tuple[int, int]:
         """Returns the MLP parameters of one layer, with all experts and the router; and the MLP width, 0 with
         experts."""
@@ -220,6 +227,7 @@ def _shape(config: _Config, facts: Mapping[str, Any]) -> ModelShape:
         expert_parameters=round(of_experts * facts.get("layer_factor", 1)),
         gated=config.gated,
         head_norms=config.table.get("head_norms", False),
+        pair_layers=config.pair_layers,
         **{name: reason for name, reason in facts.items() if name.endswith("_unsupported_reason")},
         **facts.get("whole", {}),
     )

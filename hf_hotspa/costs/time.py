@@ -280,11 +280,18 @@ class TimeModel:
     )
 
     @classmethod
-    def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
+    def analytic(
+        cls,
+        sizes: ModelSizes,
+        hardware: Hardware,
+        dtype: str = "bfloat16",
+        kernels: data_sheet.Kernels = data_sheet.SEPARATE,
+    ) -> "TimeModel":
         """Builds the model from data sheets, see `costs.data_sheet`. Raises `HotspaConfigError`: the hardware has no
         speed for the dtype."""
         return cls(
-            f"data sheet of {hardware.name}, {dtype}", sizes.stage_costs, *data_sheet.costs(sizes, hardware, dtype),
+            f"data sheet of {hardware.name}, {dtype}", sizes.stage_costs,
+            *data_sheet.costs(sizes, hardware, dtype, kernels),
             *data_sheet.hops(sizes.shape, hardware, dtype), hardware.devices_per_node,
             forward_share=1 / 3 if sizes.added is None else 1 / 2, paced=sizes.vector, shape=sizes.shape,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
-from hf_hotspa.model.layer_kind import LayerKind, layer_kinds
+from hf_hotspa.model.layer_kind import LayerKind, layer_kinds, layer_types
 from hf_hotspa.model.model_kind import (
     INPUTS,
     OUTPUTS,
@@ -38,7 +38,7 @@ from hf_hotspa.model.model_kind import (
 from hf_hotspa.model.packed_layer import PackedLayer, packed_layers
 from hf_hotspa.model.pass_through import order_unsupported_reason, stage_unsupported_reason
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, experts_per_token, fused_experts, head_counts
-from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.model_shape import ModelShape, pair_layers
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
@@ -375,6 +375,7 @@ def _shape(structure: _Structure) -> ModelShape:
         whole_mlp=whole_mlp,
         gated=any({"gate_proj", "gate_up_proj"} & set(spec.name.split(".")) for spec in vector.specs),
         head_norms=any("q_norm" in spec.name.split(".") for spec in vector.specs),
+        pair_layers=pair_layers(layer_types(model.config)),
     )
 
 

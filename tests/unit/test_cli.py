@@ -149,7 +149,7 @@ def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: 
     """What it takes is counted in phases that were packed and simulated, of which each is some milliseconds."""
     large = replaced(model="llama2-32b", nodes="4x8", lengths="github")
     found, asked = answer(capsys, large), answer(capsys, [*large, "--sequence-parallel"])
-    assert found["seconds"] <= asked["seconds"] * 1.001 < 101  # 210 with neither
+    assert found["seconds"] <= asked["seconds"] * 1.001 < 110  # twice as much with neither
     assert (
         max(found["phases_simulated"], asked["phases_simulated"]) < 450
     )  # of 216 strategies and those with cp, rivals among them

@@ -101,7 +101,7 @@ def test_a_token_costs_the_experts_that_compute_it() -> None:
         assert activation_bytes(SHAPE, tp, ep=4) == pytest.approx(activation_bytes(dense, tp) + rows / tp)
     machine = load_hardware("a800-80g")
     of_mixture, of_dense = (layer_cost(shape, 1, machine, "bfloat16") for shape in (SHAPE, dense))
-    assert of_mixture.b == pytest.approx(of_dense.b)
+    assert of_dense.b < of_mixture.b < 1.02 * of_dense.b  # the matrices of an expert are narrower
     assert of_mixture.c > of_dense.c  # all weights are read
     model = MemoryModel(ModelSizes(SHAPE, "bfloat16"), 8)
     other = MemoryModel(ModelSizes(replace(SHAPE, experts_per_token=8), "bfloat16"), 8)

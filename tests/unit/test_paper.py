@@ -35,8 +35,14 @@ def test_every_table_of_the_page_is_of_a_command() -> None:
     assert "\n| --- |" not in page
 
 
-def test_the_gain_of_table_3_is_in_the_published_order_and_packing_takes_most_of_it() -> None:
+def test_the_gain_of_table_3_is_in_the_published_order_and_packing_takes_a_third_of_it() -> None:
     for corpus in paper.CORPORA:
         apart, shared = (paper.totals(corpus, f"{how}, data sheet") for how in ("un-packed", "packed"))
-        assert apart["C1"] < apart["C2"] < apart["C3"] < apart["Static"]
-        assert shared["Static"] / shared["C1"] - 1 < (apart["Static"] / apart["C1"] - 1) * 0.6
+        published = {
+            name: each["total_seconds"]
+            for name, each in paper.published_table3()["results"][paper.CORPORA[corpus]].items()
+        }
+        pairs = [(a, b) for a in apart for b in apart if published[a] * 1.01 < published[b]]
+        assert len(pairs) >= 3  # on GitHub the three with several strategies took as long as each other
+        assert all(apart[a] < apart[b] for a, b in pairs), corpus
+        assert shared["Static"] / shared["C1"] - 1 < (apart["Static"] / apart["C1"] - 1) * 0.65

@@ -95,7 +95,7 @@ def test_what_cannot_be_priced_is_refused(written: str, words: str, setup: Setup
 
 
 def test_the_first_line_is_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    for lengths, longest, begin in (("commoncrawl", "16384", "Yes: "), ("chat", "8192", "No: use ")):
+    for lengths, longest, begin in (("commoncrawl", "32768", "Yes: "), ("chat", "8192", "No: use ")):
         case = ["plan", *CASE, "--lengths", lengths, "--longest", longest, "--strategies", "tp8"]
         assert main(case) == 0
         text = capsys.readouterr().out

@@ -1,10 +1,12 @@
 """The memory of token chunks (`+ck`, `token_chunks`): keys and values that chunks keep for each other.
 
-Each layer keeps keys and values of the chunks before the last one in the compute dtype, and sums of their gradients in
-at least fp32. The chunk in the graph has a second copy of these keys and values, joined to its own. Everything else
+Each layer whose attention compares pairs of tokens keeps keys and values of the chunks before the last one in the
+compute dtype, and sums of their gradients in at least fp32. The chunk in the graph has a second copy of these keys and values, joined to its own. Everything else
 exists for one chunk. `+kg` adds the graphs of more chunks. `+kh` keeps stored keys and values in host memory, except of
 the current and next layer.
 """
+
+import math
 
 from hf_hotspa.costs.memory import MemoryStage
 from hf_hotspa.costs.terms import Bytes, MemoryTerm, Packs, Terms
@@ -16,7 +18,7 @@ def _kept_for_chunks(stage: MemoryStage) -> Bytes | None:
         return None
     heads = max(1, -(-shape.num_key_value_heads // strategy.tp))
     pair = 2 * heads * shape.attention_size / shape.num_attention_heads / strategy.cp  # a key and its value
-    all_layers = pair * stage.own.num_layers
+    all_layers = pair * math.ceil(stage.own.num_layers * shape.pair_layers)
 
     def kept(packs: Packs) -> float:
         before = max(0, packs.longest - strategy.ck)
