@@ -1,6 +1,6 @@
 """TRL's trainers over a `SwitchedModel`: change one import of a script.
 
-    from hf_hotspa.trl import SFTConfig, SFTTrainer  # or DPO, KTO, GRPO, RLOO
+    from hf_hotspa.trl import SFTConfig, SFTTrainer  # or DPO, KTO, GRPO, RLOO, Reward
 
     args = SFTConfig(output_dir="out", packing=True, hotspa_strategies="dp4:1024@4096,tp4:8192")
     trainer = SFTTrainer(model="Qwen/Qwen3-0.6B", args=args, train_dataset=dataset)
@@ -53,21 +53,32 @@ if TYPE_CHECKING:
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.kto_config import KTOConfig
     from trl.trainer.kto_trainer import KTOTrainer
+    from trl.trainer.reward_config import RewardConfig
+    from trl.trainer.reward_trainer import RewardTrainer
     from trl.trainer.rloo_config import RLOOConfig
     from trl.trainer.rloo_trainer import RLOOTrainer
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")  # TRL's supported trainers
+TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward")  # TRL's supported trainers
 OF_OLDER = ("SFT", "DPO")  # those that were tried with TRL 1.9 to 1.15
 ONLINE = ("GRPO", "RLOO")  # trainers that generate their training data (`OverOnline`)
 _OF_BATCH = "generated."  # prefix of the names of a generation batch's tensors in a checkpoint
 UNSUPPORTED = {  # TRL's unsupported trainers: why, and what to do
-    "Reward": ("its model's head is not a language model's", "use TRL's own class"),
     "Distillation": ("its loss reads hidden states, which no rank has for a whole row", "use TRL's own class"),
 }
 __all__ = [
-    "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "RLOOConfig", "RLOOTrainer", "SFTConfig",
+    "DPOConfig",
+    "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
+    "SFTConfig",
     "SFTTrainer",
 ]  # fmt: skip
 
@@ -496,6 +507,8 @@ def _scoring(
     values = vars(args)
     if kind == "SFT":  # one pass for logits, one for metrics
         return Scoring(2 if values["label_smoothing_factor"] or given.get("compute_loss_func") is not None else 0)
+    if kind == "Reward":  # its loss reads outputs of rows
+        return Scoring(1)
     adapted = is_wrapped(model) or given.get("peft_config") is not None
     if kind in ONLINE:
         has_routers = hasattr(getattr(model, "config", None), "output_router_logits")

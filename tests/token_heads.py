@@ -4,12 +4,19 @@ import copy
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, MistralConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BitsAndBytesConfig,
+    MistralConfig,
+)
 from transformers.models.llama import LlamaModel, LlamaPreTrainedModel
 
 from tests.families import tiny_model
 from tests.oracle import exact_in_double
+from tests.qlora import WIDE
 
 PAD = 3
 LENGTHS = (5, 44, 9, 17, 3, 30)
@@ -58,6 +65,24 @@ def headed(family: str, kind: str, labels: int, dtype: torch.dtype = torch.float
     return model
 
 
+def adapted(family: str, kind: str, labels: int, dtype: torch.dtype, four_bit: bool = False) -> Any:
+    """The same below PEFT's adapter, which trains a copy of the head; the base perhaps in 4 bits."""
+    model = headed(family, kind, labels, dtype, **(WIDE if four_bit else {}))
+    if four_bit:
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = type(model).from_pretrained(
+            None, config=model.config, state_dict=state, dtype=dtype, quantization_config=options
+        )
+        assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    torch.manual_seed(2)
+    task = "TOKEN_CLS" if kind == "tokens" else "SEQ_CLS"
+    targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    config = LoraConfig(r=3, target_modules=targets, init_lora_weights=False, task_type=task)
+    return get_peft_model(model, config, autocast_adapter_dtype=False).train()
+
+
 def rows(number: int, kind: str, labels: int, seed: int = 0, vocab_size: int = 150) -> list[dict[str, Any]]:
     """Rows with labels of a kind; one ends with ids of padding that are text."""
     generator, made = torch.Generator().manual_seed(seed), list[dict[str, Any]]()
@@ -100,7 +125,7 @@ def reference(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[Tensor
     outputs, and the gradient of the mean of the losses."""
     model.zero_grad(set_to_none=True)
     losses, outputs = list[Tensor](), list[Tensor]()
-    with exact_in_double(torch.float64):
+    with exact_in_double(next(p.dtype for p in model.parameters() if p.requires_grad)):
         for batch in batches:
             made, width = list[Tensor](), batch["input_ids"].shape[1]
             for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):

@@ -29,6 +29,7 @@ from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double
 from tests.oracle import exact_in_double, relative_error
 from tests.qlora import WIDE, quantized
+from tests.token_heads import headed
 from tests.training_runs import newest, same_bits, whole_state
 
 DENSE = "llama_gqa_bias"
@@ -161,6 +162,7 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "pairs": lambda i: {"prompt": question(i), "chosen": f"{answer(i)}.", "rejected": f"{answer(i + 5)},"},
     "prompts": lambda i: {"prompt": question(i)},
     "questions": lambda i: {"prompt": [{"role": "user", "content": question(i)}]},
+    "margins": lambda i: {**ROWS["pairs"](i), "margin": i % 4 / 8},
     "judged": lambda i: {"prompt": question(i), "completion": answer(i), "label": i % 3 != 0},
 }
 
@@ -233,7 +235,7 @@ class Case:
     """What a script of TRL does.
 
     Args:
-        kind: SFT, DPO, KTO, GRPO or RLOO.
+        kind: SFT, DPO, KTO, Reward, GRPO or RLOO.
         pools: Strategies on 2 ranks, and on 4.
         data: Of `ROWS`.
         fields: Of the config.
@@ -309,13 +311,19 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
     trainer, config = classes(case.kind, pool is not None)
     trainer = case.change(trainer)
     set_seed(0)
-    model = (
-        small(case.family, case.dtype) if not case.four_bit else quantized(case.family, case.dtype, model=SMALL | WIDE)
-    )
+    if case.kind == "Reward":
+        model = headed(case.family, "regression", 1, case.dtype, **SMALL)
+    elif case.four_bit:
+        model = quantized(case.family, case.dtype, model=SMALL | WIDE)
+    else:
+        model = small(case.family, case.dtype)
     given = {"train_dataset": rows(case.data, folder), **case.given()}
     if case.lora:
         adapter = LoraConfig(
-            r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+            r=4,
+            target_modules=["q_proj", "v_proj", "down_proj"],
+            init_lora_weights=False,
+            task_type="SEQ_CLS" if case.kind == "Reward" else "CAUSAL_LM",
         )
         if isinstance(case.lora, str):
             model = get_peft_model(model, adapter, adapter_name=case.lora, autocast_adapter_dtype=False)

@@ -65,7 +65,9 @@ def test_the_script_that_comes_from_trl(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "better"), [("trl_sft.py", -0.5), ("trl_dpo.py", 0.01), ("trl_grpo.py", 0.05)])
+@pytest.mark.parametrize(
+    ("script", "better"), [("trl_sft.py", -0.5), ("trl_dpo.py", 0.01), ("trl_reward.py", 0.5), ("trl_grpo.py", 0.05)]
+)
 def test_a_script_of_trl_with_one_import_changed(script, better, tmp_path):
     assert len(text_of(script).splitlines()) < 60
     processes, words = command_of(script)
@@ -109,6 +111,7 @@ SHORT = (
     "qlora.py",
     "long_context.py",
     "trl_dpo.py",
+    "trl_reward.py",
     "trl_grpo.py",
     "bare_loop.py",
     "slurm.sh",

@@ -33,6 +33,9 @@ CASES = {
         reference=True,
     ),
     "kto": Case("KTO", SIX, "judged", {"precompute_ref_log_probs": True, **EVALUATES}, wide=True),
+    "reward": Case("Reward", SIX, "margins", {"center_rewards_coefficient": 0.05, "gradient_accumulation_steps": 2, **EVALUATES}),
+    "reward with adapters": Case("Reward", SIX, "pairs", {"center_rewards_coefficient": 0.05}, lora=True, wide=True),
+    "reward of experts": Case("Reward", MOE, "pairs", EVALUATES, family=MIXTURE, wide=True),
     "dpo with adapters": Case("DPO", TWO, "pairs", {"gradient_accumulation_steps": 2}, lora=True, wide=True),
     "sft, dft of what the assistant says": Case(
         "SFT", TWO, "chats", {**FREE, "assistant_only_loss": True, "loss_type": "dft", **EVALUATES}, wide=True
@@ -96,7 +99,7 @@ CASES = {
 
 
 def test_every_trainer_is_run_by_six_kinds_of_strategies():
-    for kind in ("SFT", "DPO", "KTO"):
+    for kind in ("SFT", "DPO", "KTO", "Reward"):
         for world in range(2):
             mixes = [parse_buckets(case.pools[world]) for case in CASES.values() if case.kind == kind]
             assert max(len({str(bucket.strategy) for bucket in mix}) for mix in mixes) >= 6
@@ -256,6 +259,7 @@ RESUMED = {
     ),
     "dpo": Case("DPO", TWO, "pairs", lora=True, dtype=torch.float32),
     "kto": Case("KTO", TWO, "judged", {"precompute_ref_log_probs": True}, dtype=torch.float32),
+    "reward": Case("Reward", TWO, "pairs", lora=True, dtype=torch.float32),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import TransformersKwargs
 
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.parallel.attention import calls_attention
@@ -30,6 +31,13 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids")
 _UNREAD = frozenset({"use_cache", "return_dict", "num_items_in_batch"})
 """Arguments of a base without effect on hidden states in training."""
 _FIX = "let the forward call the base once, give its last_hidden_state to modules that map single tokens, and use their outputs"
+
+
+@cache
+def _read_by(kinds: frozenset[type[nn.Module]]) -> frozenset[str]:
+    """The names of arguments that a base, or a module in it, reads; it passes others on to no effect."""
+    forwards = (inspect.signature(kind.forward).parameters for kind in kinds)
+    return frozenset(TransformersKwargs.__annotations__).union(*forwards)
 
 
 class Head(NamedTuple):
@@ -122,8 +130,10 @@ class _Forward:
         self.calls += 1
         signature = inspect.signature(type(base).forward)
         bound = signature.bind_partial(base, *args, **kwargs).arguments
-        inputs = bound.pop("kwargs", {}) | bound
-        for name, value in inputs.items():
+        more = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+        others = bound.pop(more, {})
+        read = _read_by(frozenset(map(type, base.modules()))) if others else frozenset()
+        for name, value in (bound | {name: others[name] for name in others.keys() & read}).items():
             if name in _INPUTS and value is not self._given.get(name):
                 raise _unsupported(
                     f"gives its base other {name} than it gets", "rows are packed before the forward runs"
