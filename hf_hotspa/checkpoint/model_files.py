@@ -339,10 +339,16 @@ def export(
     beside = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}"
     disk.make_directory(beside)
     try:
-        weights = _from_masters if manifest.has_masters else _from_model_files
-        entries, data = weights(checkpoint, manifest, dtype)
-        shards = named_shards(entries, max_shard_bytes, manifest.adapter_weights)
+        own = manifest.adapter_weights
+        if manifest.has_masters:
+            entries, data = _from_masters(checkpoint, manifest, dtype)
+        else:
+            entries, data = _from_model_files(checkpoint, own, dtype)
+        shards = named_shards(entries, max_shard_bytes, own)
         write_shards(disk, beside, shards, data)
+        for other in manifest.frozen_adapters():
+            entries, data = _from_model_files(checkpoint, other, dtype)
+            write_shards(disk, beside, [(other, entries)], data)
         _write_others(disk, checkpoint, manifest, beside, target.name, dtype)
         beside.chmod(directory_mode() if mode is None else mode)
         disk.sync_directory(beside)
@@ -380,10 +386,8 @@ def _from_masters(checkpoint: Path, manifest: Manifest, dtype: str | None) -> tu
     return entries, data
 
 
-def _from_model_files(
-    checkpoint: Path, manifest: Manifest, dtype: str | None
-) -> tuple[Entries, Callable[[Any], Buffer]]:
-    files = WeightFiles(checkpoint, manifest.adapter_weights)
+def _from_model_files(checkpoint: Path, only: str | None, dtype: str | None) -> tuple[Entries, Callable[[Any], Buffer]]:
+    files = WeightFiles(checkpoint, only)
     kinds, entries = {kind: name for name, (kind, _) in DTYPES.items()}, Entries()
     for name, saved in files.tensors.items():
         own = kinds[saved.dtype]

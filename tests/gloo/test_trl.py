@@ -234,6 +234,8 @@ TAKEN_OVER = {
     "the model only": Case("SFT", TWO, "completions", {**FREE, "save_only_model": True}, **ADAPTED, wide=True),
     "dpo": Case("DPO", TWO, "pairs", {"gradient_accumulation_steps": 2}, **ADAPTED, wide=True),
     "kto": Case("KTO", TWO, "judged", **ADAPTED, wide=True),
+    "dpo of an adapter": Case("DPO", TWO, "pairs", **{**ADAPTED, "lora": "default"}, wide=True),
+    "rloo of an adapter": Case("RLOO", TWO, "prompts", RL, **{**ADAPTED, "lora": "default"}, wide=True),
     "rloo": Case("RLOO", TWO, "prompts", RL, **ADAPTED, wide=True),
     "grpo, the model only": Case(
         "GRPO", TWO, "prompts", {**RL, "save_only_model": True}, dtype=torch.float32, begun=2, wide=True
@@ -258,6 +260,7 @@ RESUMED = {
         dtype=torch.float32,
     ),
     "dpo": Case("DPO", TWO, "pairs", lora=True, dtype=torch.float32),
+    "dpo of an adapter": Case("DPO", TWO, "pairs", lora="default", dtype=torch.float32),
     "kto": Case("KTO", TWO, "judged", {"precompute_ref_log_probs": True}, dtype=torch.float32),
     "reward": Case("Reward", TWO, "pairs", lora=True, dtype=torch.float32),
 }  # fmt: skip

@@ -171,6 +171,12 @@ class Manifest:
                 return f"{folder}/{ADAPTER_WEIGHTS}".lstrip("/")
         return None
 
+    def frozen_adapters(self) -> list[str]:
+        """The files of the weights of adapters beside the trained one."""
+        own, weights = self.adapter_weights, f"/{ADAPTER_WEIGHTS}"
+        names = [file.name for file in self.files if f"/{file.name}".endswith(weights)]
+        return [name for name in names if own is not None and name != own]
+
     def located(self, name: str) -> str:
         """Returns the path of a file of `hotspa/` in this checkpoint."""
         return name.removeprefix(f"{STATE_FOLDER}/") if self.schema_version == 1 else name

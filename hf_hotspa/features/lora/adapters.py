@@ -183,7 +183,7 @@ def read_adapters(model: nn.Module) -> Adapters | None:
         _refuse_options(config)
         _refuse_resized(model, config)
     trained = _trained(model)
-    _refuse_idle(model, trained, configs[trained])
+    _refuse_idle(model, trained)
     bare = bare_model(model)[0]
     parameters = {path: module.parameter_name for path, module in bare.named_modules() if is_of_parameter(module)}
     inside = {path: place for path, module in bare.named_modules() if (place := place_inside(module)) is not None}
@@ -274,15 +274,16 @@ def _refuse_bare_tuners(model: nn.Module) -> None:
         )
 
 
-def _refuse_idle(model: nn.Module, name: str, config: "LoraConfig") -> None:
+def _refuse_idle(model: nn.Module, name: str) -> None:
     """Raises an error if the adapter does not take part in the forward, or is not trained."""
     trained = any(p.requires_grad for p in model.parameters())
     merged = any(getattr(module, "merged_adapters", None) for module in model.modules())
     disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
     states = [("merged into the base weights", merged, "call model.unmerge_adapter()")]
     states += [("disabled", disabled or name not in model.active_adapters, f"call model.set_adapter({name!r})")]
-    idle = config.inference_mode or not trained
-    states += [("loaded for inference", idle, "load it with PeftModel.from_pretrained(..., is_trainable=True)")]
+    # not by `inference_mode`, which `set_adapter` leaves as it was when it makes an adapter trainable
+    fix = f"load it with PeftModel.from_pretrained(..., is_trainable=True), or call model.set_adapter({name!r})"
+    states += [("loaded for inference", not trained, fix)]
     for state, holds, fix in states:
         if holds:
             raise UnsupportedError(

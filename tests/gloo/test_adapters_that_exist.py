@@ -1,0 +1,222 @@
+"""Adapters that exist: trained on, one of several, combined or merged before; what is saved and resumed; the object after training."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hf_hotspa.checkpoint.model_files import export, merge
+from tests.families import tiny_model
+from tests.gloo.test_after_training import EQUAL
+from tests.gloo.test_trainer import _pad
+from tests.harness import run_ranks
+from tests.lora import tiny_lora, trained
+from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.training_runs import MINI_BATCH, ROWS, contents, make_trainer, newest, train
+
+pytestmark = pytest.mark.gloo
+
+FAMILY, DOUBLE = "llama_gqa_bias", torch.float64
+IDS = torch.arange(3, 20)[None]
+RUN = {"max_steps": 4, "save_steps": 2}
+MIX, OTHER = "dp2+z3:16@32,tp2+sp:32,pp2:60@64", "tp2:20@32,cp2:60@64"
+SECOND = LoraConfig(
+    r=2, lora_alpha=7, target_modules=["v_proj", "o_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+)
+KINDS: dict[str, tuple[str, str | None]] = {
+    "continued": ("default", "second"),
+    "the second": ("second", "default"),
+    "combined": ("combined", "second"),
+    "merged": ("new", None),
+    "merged, all trained": ("", None),
+}
+"""The adapter that is trained, and another one."""
+
+
+def begin(folder: Path) -> None:
+    """Two trained adapters as PEFT saves them, and their base."""
+    model = tiny_lora(FAMILY, DOUBLE, seed=0, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+    torch.manual_seed(3)
+    model.add_adapter("second", SECOND)
+    model.save_pretrained(folder / "adapters")
+    tiny_model(FAMILY, DOUBLE).save_pretrained(folder / "base")
+
+
+def made(kind: str, folder: str, dtype: torch.dtype = DOUBLE) -> Any:
+    saved, (name, _) = f"{folder}/adapters", KINDS[kind]
+    model = PeftModel.from_pretrained(tiny_model(FAMILY, dtype), saved, is_trainable=True)
+    model.load_adapter(f"{saved}/second", "second")
+    if name == "combined":
+        model.add_weighted_adapter(["default", "second"], [0.7, 0.4], name, combination_type="cat")
+    if kind.startswith("merged"):
+        model = model.merge_and_unload()
+        model.requires_grad_(True)
+        torch.manual_seed(4)
+        return get_peft_model(model, copy.deepcopy(SECOND), "new") if name else model
+    model.set_adapter(name)
+    return model
+
+
+def of_object(model: Any, name: str, other: str | None) -> dict[str, torch.Tensor]:
+    """What a model computes by itself."""
+    model.eval()
+    with torch.no_grad():
+        found = {"logits": model(input_ids=IDS).logits}
+        found["generated"] = model.generate(
+            input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False
+        )
+        if name:
+            with model.disable_adapter():
+                found["off"] = model(input_ids=IDS).logits
+            found["merged"] = copy.deepcopy(model).merge_and_unload()(input_ids=IDS).logits
+        if other:
+            model.set_adapter(other)
+            found["other"] = model(input_ids=IDS).logits
+            model.set_adapter(name)
+    return found
+
+
+def seen(trainer: Any, kind: str) -> dict[str, Any]:
+    """What is compared, after training."""
+    model, (name, other) = trainer.model, KINDS[kind]
+    weights, evaluated = trained(model), [trainer.evaluate(EQUAL)["eval_loss"]]
+    if name:
+        with model.disable_adapter():
+            evaluated.append(trainer.evaluate(EQUAL)["eval_loss"])
+    if other:
+        model.set_adapter(other)
+        evaluated.append(trainer.evaluate(EQUAL)["eval_loss"])
+        model.set_adapter(name)
+    return {"weights": weights, "evaluated": evaluated, **of_object(model, name, other)}
+
+
+def stock(rank: int, world: int, kinds: list[str], folder: str) -> dict[str, Any]:
+    found = {}
+    for kind in kinds:
+        model = made(kind, folder)
+        args = TrainingArguments(
+            f"{folder}/stock/{kind}", use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1, learning_rate=1e-2,
+            weight_decay=0.1, warmup_steps=2, seed=7, per_device_train_batch_size=MINI_BATCH, **RUN,
+        )  # fmt: skip
+        rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3)
+        trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=_pad)
+        with exact_in_double(DOUBLE):
+            trainer.train()
+            found[kind] = seen(trainer, kind)
+    return found
+
+
+def ours(
+    rank: int, world: int, kinds: list[str], folder: str, resume: str | None = None, mix: str = MIX
+) -> dict[str, Any]:
+    found = {}
+    for kind in kinds:
+        model, place = made(kind, folder), f"{folder}/{'resumed' if resume else 'ours'}/{kind}"
+        if resume:  # all adapters come from the checkpoint
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if ".lora_A." in name:
+                        parameter.mul_(0.5)
+        trainer = make_trainer(place, world, given=model, hotspa_strategies=mix, **RUN)
+        with exact_in_double(DOUBLE):
+            trainer.train(resume_from_checkpoint=resume and f"{resume}/{kind}/checkpoint-2")
+            found[kind] = seen(trainer, kind)
+            trainer.save_model(f"{place}/saved")
+            trainer.close_engine()
+            closed = of_object(model, *KINDS[kind])
+        assert all(torch.equal(closed[name], found[kind][name]) for name in closed)
+    return found
+
+
+def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for kind, right in expected.items():
+        own, weights = found[kind], right.pop("weights")
+        assert own["weights"].keys() == weights.keys()
+        whole = [torch.cat([side[name].flatten() for name in weights]) for side in (own["weights"], weights)]
+        assert relative_error(*whole) <= 1e-11, kind
+        assert own["evaluated"] == pytest.approx(right.pop("evaluated"), rel=1e-9), kind
+        assert torch.equal(own["generated"], right.pop("generated"))
+        for name, tensor in right.items():
+            assert relative_error(own[name], tensor) <= 1e-10, (kind, name)
+        right["weights"] = weights
+
+
+def same_adapter(folder: Path, model: dict[str, torch.Tensor], name: str) -> None:
+    """PEFT loads a saved adapter, bit for bit."""
+    loaded = PeftModel.from_pretrained(tiny_model(FAMILY, DOUBLE), folder, name, is_trainable=True)
+    assert trained(loaded).keys() == model.keys()
+    assert all(torch.equal(parameter, model[n]) for n, parameter in trained(loaded).items())
+
+
+@pytest.mark.parametrize("kinds", [["continued", "the second"], pytest.param(list(KINDS), marks=pytest.mark.slow)])
+def test_it_is_peft_under_the_stock_trainer_and_what_is_saved_is_pefts(kinds, tmp_path):
+    begin(tmp_path)
+    [expected] = run_ranks(1, stock, kinds, str(tmp_path), timeout=200)
+    for found in run_ranks(2, ours, kinds, str(tmp_path), timeout=200):
+        assert len({round(loss, 6) for kind in kinds[:1] for loss in found[kind]["evaluated"]}) == 3
+        check(found, {kind: dict(right) for kind, right in expected.items()})
+    for kind in kinds[:2]:
+        name, other = KINDS[kind]
+        last, merged = newest(tmp_path / "ours" / kind), tmp_path / f"merged {kind}"
+        export(last, tmp_path / f"exported {kind}")
+        merge(last, merged, base=str(tmp_path / "base"))
+        begun = trained(made({"default": "continued", "second": "the second"}[str(other)], str(tmp_path)))
+        for folder in (tmp_path / "ours" / kind / "saved", last, tmp_path / f"exported {kind}"):
+            of_stock = {str(path.relative_to(tmp_path / "stock" / kind / "checkpoint-4"))
+                        for path in (tmp_path / "stock" / kind / "checkpoint-4").rglob("adapter_*")}  # fmt: skip
+            assert {str(path.relative_to(folder)) for path in folder.rglob("adapter_*")} == of_stock
+            places = {"default": folder, "second": folder / "second"}
+            same_adapter(places[name], found[kind]["weights"], name)
+            same_adapter(places[str(other)], begun, str(other))
+        right = PeftModel.from_pretrained(tiny_model(FAMILY, DOUBLE), places[name]).merge_and_unload().state_dict()
+        own = AutoModelForCausalLM.from_pretrained(merged).state_dict()
+        assert all(torch.equal(own[n], tensor) for n, tensor in right.items())
+    # taken over from the stock Trainer's checkpoint, which has both adapters
+    resumed = kinds[1:2]
+    for found in run_ranks(2, ours, resumed, str(tmp_path), str(tmp_path / "stock"), OTHER, timeout=200):
+        check(found, {kind: dict(expected[kind]) for kind in resumed})
+
+
+class Freezes(TrainerCallback):
+    """A callback that trains no more of lora_A after the first step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if state.global_step > 1 and ".lora_A.second." in name:
+                parameter.requires_grad_(False)
+
+
+def frozen_and_resumed(rank: int, world: int, folder: str) -> list[Any]:
+    """Of a run, the same resumed, and resumed in another layout."""
+    found = []
+    for name, resume, mix in (
+        ("a", None, MIX),
+        ("b", f"{folder}/a/checkpoint-3", MIX),
+        ("c", f"{folder}/a/checkpoint-3", OTHER),
+    ):
+        model = made("the second", folder)
+        options = {"given": model, "callbacks": [Freezes()], "hotspa_strategies": mix, "max_steps": 4, "save_steps": 1}
+        with exact_in_double(DOUBLE):
+            losses = train(make_trainer(f"{folder}/{name}", world, **options), resume)
+        found.append((losses, torch.cat([p.detach().flatten() for p in model.parameters()])))
+    return found
+
+
+def test_a_run_whose_callback_freezes_a_part_is_saved_and_resumed(tmp_path):
+    begin(tmp_path)
+    for (losses, weights), (again, same), (_, close) in run_ranks(2, frozen_and_resumed, str(tmp_path), timeout=200):
+        assert again == {4: losses[4]}
+        assert torch.equal(same, weights)
+        assert relative_error(close, weights) <= 1e-11
+    assert contents(newest(tmp_path / "b")) == contents(newest(tmp_path / "a"))
+    begun = load_file(tmp_path / "adapters" / "second" / "adapter_model.safetensors")
+    ended = load_file(newest(tmp_path / "a") / "second" / "adapter_model.safetensors")
+    first = load_file(tmp_path / "a" / "checkpoint-2" / "second" / "adapter_model.safetensors")
+    for name in begun:
+        assert not torch.equal(first[name], begun[name])
+        assert torch.equal(ended[name], first[name]) == ("lora_A" in name)
