@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.errors import HotspaError
+    from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
     from hf_hotspa.features.four_bit.open_qlora import open_qlora
     from hf_hotspa.model.options import EngineOptions
     from hf_hotspa.strategy import Strategy, parse_buckets
@@ -61,6 +62,7 @@ __all__ = [
     "__version__",
     "open_qlora",
     "parse_buckets",
+    "quantize_experts",
 ]
 
 _HOMES = {
@@ -75,6 +77,7 @@ _HOMES = {
     "SwitchOverheadCallback": "hf_hotspa.callbacks.step_reports",
     "open_qlora": "hf_hotspa.features.four_bit.open_qlora",
     "parse_buckets": "hf_hotspa.strategy",
+    "quantize_experts": "hf_hotspa.features.four_bit.four_bit_experts",
 }
 
 _source_tree.install()

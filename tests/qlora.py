@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import BitsAndBytesConfig
 
+from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
 from tests.families import tiny_model
 from tests.lora import KNOWN
 from tests.tiny_families import tiny_model_of
@@ -29,7 +30,11 @@ def quantized(
         quantization: Another config than the `BitsAndBytesConfig`.
         config: Changes of that.
     """
-    plain = tiny_model(family, dtype, seed, **(model or {})) if family in KNOWN else tiny_model_of(family, dtype, seed)
+    plain = (
+        tiny_model(family, dtype, seed, **(model or {}))
+        if family in KNOWN
+        else tiny_model_of(family, dtype, seed, **(model or {}))
+    )
     options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **config}
     state = plain.state_dict()
     if plain.config.tie_word_embeddings:
@@ -43,6 +48,13 @@ def quantized(
     )
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 128},
+    "gpt_oss": {"hidden_size": 128, "intermediate_size": 128},
+}
+"""Sizes of mixtures of which tp 2 cuts whole blocks of 64."""
+
+
 def tiny_qlora(
     family: str,
     dtype: torch.dtype = torch.float32,
@@ -51,12 +63,15 @@ def tiny_qlora(
     lora: Any = None,
     adapter_name: str = "default",
     quantization: Any = None,
+    experts: bool = False,
     **config: Any,
 ) -> Any:
-    """A `PeftModel` with LoRA on every linear layer of such a model, the same on every rank; no factor is zero."""
-    base = prepare_model_for_kbit_training(
-        quantized(family, dtype, seed, model, quantization, **config), use_gradient_checkpointing=False
-    )
+    """A `PeftModel` with LoRA on every linear layer of such a model, the same on every rank; no factor is zero. `experts`:
+    whether fused experts are quantized, too, and adapted unless `lora` says what is."""
+    loaded = quantized(family, dtype, seed, model, quantization, **config)
+    if experts:
+        lora = {"target_parameters": list(quantize_experts(loaded)), **(lora or {})}
+    base = prepare_model_for_kbit_training(loaded, use_gradient_checkpointing=False)
     torch.manual_seed(seed)
     options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})}
     adapted = get_peft_model(base, LoraConfig(**options), adapter_name)

@@ -309,13 +309,14 @@ def is_mixture(config: PreTrainedConfig) -> bool:
     return any(isinstance(found := getattr(text, name, None), int) and found > 1 for name in names)
 
 
-def tiny_config_of(family: str) -> PreTrainedConfig:
+def tiny_config_of(family: str, **changes: Any) -> PreTrainedConfig:
     """The config of a tiny model of a family, by its `model_type`."""
-    config = _tiny(CONFIG_MAPPING[family], _FAMILIES.get(family, {}), older=family in UNPLANNED)
+    own = {**_FAMILIES.get(family, {}), **changes}
+    config = _tiny(CONFIG_MAPPING[family], own, older=family in UNPLANNED)
     types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if types == {"sliding_attention"}:  # full attention comes in every fifth layer or so
         mixed = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-        config = _tiny(CONFIG_MAPPING[family], {**_FAMILIES.get(family, {}), **mixed})
+        config = _tiny(CONFIG_MAPPING[family], {**own, **mixed})
     return config
 
 
@@ -342,10 +343,10 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def tiny_model_of(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+def tiny_model_of(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny model, the same on every rank: parameters and saved buffers are away from the values that hide mistakes."""
     torch.manual_seed(seed)
-    config = tiny_config_of(family)
+    config = tiny_config_of(family, **changes)
     # the fused kernels of experts do not know fp64
     config._experts_implementation = "eager"
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float64)

@@ -46,7 +46,7 @@ from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.wrapped_model import bare_model
+from hf_hotspa.parallel.wrapped_model import BASE, bare_model, plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> N
     with torch.no_grad():
         for name, whole in weights:
             module, _, leaf = name.rpartition(".")
-            if module in packed and (leaf == "weight" or name not in targets):
+            if module in packed and (leaf == packed[module].leaf or name not in targets):
                 packed[module].write(model.get_submodule(module), leaf, whole)
             else:
                 targets[name].copy_(whole)
@@ -363,7 +363,8 @@ def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agre
     given = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
 
     def plain(name: str) -> str:
-        return name.removeprefix(prefix).replace(".base_layer.", ".")
+        inside = name.removeprefix(prefix).split(".")
+        return plain_name(".".join(part for part in inside if part != BASE))
 
     def opened() -> SavedModel:
         config = bare.config.__class__.from_dict(

@@ -216,7 +216,7 @@ def _slots(
         runs: tuple[Run, ...]
         if ep > 1 and spec.experts:  # whole experts, whatever tp is
             # a stretch for each index of the dim that is outermost in storage: dim 0 holds the experts, unless sharded
-            count = spec.shape[spec.shard_dim] if spec.shard_dim else 1
+            count = spec.shape[spec.storage_dim] if spec.storage_dim else 1
             row, shape = spec.numel // count, (spec.experts // ep, *spec.shape[1:])
             runs = (Run(spec.offset + row // ep * expert_shard, row // ep, row, count),)
         elif (rows := stored_rows(vector, strategy, spec, rank)) is None:

@@ -91,14 +91,15 @@ class Packed:
     """One of the tensors that hold a packed matrix: codes (uint8, of one weight or several), or scales (one per block).
 
     Blocks are consecutive weights in row-major order. If rows consist of complete blocks, the tensors are
-    [out, blocks, bytes] and [out, blocks]; otherwise they have one dim and are not cut.
+    [out, blocks, bytes] and [out, blocks]; otherwise they have one dim and are not cut. The matrices of experts are one
+    after the other, and the tensors have one more dim.
     """
 
-    shape: tuple[int, int]  # shape of the matrix, [out, in]
+    shape: tuple[int, ...]  # shape of the matrix, [out, in], or [experts, rows, columns]
     # rows (or columns) of the matrix in one index of the stored `shard_dim`: cuts at its multiples are at block
     # borders. 0 if not cut
     step: int
-    weights: int  # number of weights of the matrix, for costs; 0 for scales
+    weights: int  # number of weights of all matrices, for costs; 0 for scales
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
@@ -92,7 +93,7 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
     for name, module in model.named_modules():
         if is_of_text is not None and not is_of_text(name):
             continue
-        cls: Any = type(module)
+        cls: Any = type(module).__base__ if is_parametrized(module) else type(module)
         facts[name, _CLASS] = cls
         for key, value in vars(module).items():
             replaced = bool(name) and _is_method(cls, key)
@@ -225,7 +226,7 @@ def check_hooks(model: nn.Module) -> None:
     or parameter."""
     for name, module in model.named_modules():
         for kind in _HOOKS:
-            if any(not _records_outputs(hook) for hook in (getattr(module, kind, None) or {}).values()):
+            if any(not _changes_nothing(hook) for hook in (getattr(module, kind, None) or {}).values()):
                 raise UnsupportedError(
                     f"module {name or 'model'!r} has {kind.strip('_').replace('_', ' ')}",
                     why="the model is rebuilt for every strategy and hooks would be lost",
@@ -279,9 +280,13 @@ def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
             )
 
 
-def _records_outputs(hook: object) -> bool:
+_OF_LIBRARIES = ("transformers.utils.output_capturing", "bitsandbytes.nn.parametrize")
+"""Modules whose hooks change no result: they record outputs, and keep what a parametrization computed during a forward."""
+
+
+def _changes_nothing(hook: object) -> bool:
     function = hook.func if isinstance(hook, partial) else hook
-    return getattr(function, "__module__", None) == "transformers.utils.output_capturing"
+    return getattr(function, "__module__", None) in _OF_LIBRARIES
 
 
 _OF_A_COPY = ("_name_or_path", "architectures", "dtype", "torch_dtype")

@@ -54,9 +54,11 @@ def refuse_other_models(model: nn.Module) -> None:
             why="it sees later tokens, or attends to layers instead of tokens, which packs would mix",
             fix=_FIX + "; of an encoder, set is_decoder=True in its config",
         )
+    packed = packed_layers(model)
     for name, module in model.named_modules():
-        if is_parametrized(module):
-            parameter, ways = next(iter(module.parametrizations.items()))
+        for parameter, ways in module.parametrizations.items() if is_parametrized(module) else ():
+            if f"{name}.parametrizations.{parameter}" in packed:
+                continue
             raise UnsupportedError(
                 f"the parameter {f'{name}.{parameter}'.lstrip('.')!r} has a parametrization ({type(ways[0]).__name__})",
                 why="the model is rebuilt from its class and config for every strategy, and the parametrization would be lost",

@@ -1,4 +1,6 @@
-"""Packed layers: frozen linear layers of the user's model whose weight is held as other tensors, such as codes and scales.
+"""Packed layers: frozen weights of the user's model that are held as other tensors, such as codes and scales.
+
+A layer is the module that holds one such weight: a linear layer, or what torch's parametrization keeps of a parameter.
 
 Features find them (hook `describe`). Their tensors are in the parameter vector (`layout.vector.Packed`), cut at block borders
 and moved unchanged. A replica has the same layers on its shards, with products that the feature makes.
@@ -31,12 +33,18 @@ class PackedLayer(Protocol):
     """One layer as plain data, equal on all ranks.
 
     Attributes:
+        leaf: The name in the module of the parameter with the packed weight.
+        shape: Shape of the plain weight.
         form: How messages call the form: "weights in ...".
         kind: How plans call it (`--quantization`).
         skip: How a model is loaded without the form for one module, with a place for its `name`.
         compute_dtype: The dtype of products; None for the dtype of their input.
     """
 
+    @property
+    def leaf(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
     @property
     def form(self) -> str: ...
     @property
@@ -99,7 +107,7 @@ def stored_tensors(
         if remove_duplicate and id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        if leaf == "weight" and module in packed:
+        if module in packed and leaf == packed[module].leaf:
             for own, tensor in packed[module].stored(model.get_submodule(module), module):
                 yield f"{module}.{own}", tensor
         else:

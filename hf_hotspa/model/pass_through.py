@@ -248,7 +248,8 @@ def _without_data(model: Any) -> Any:
         return made[id(config)]
 
     def of(module: Any) -> Any:
-        copied = copy.copy(module)
+        copied = object.__new__(type(module))  # `copy.copy` fails for parametrized ones
+        copied.__dict__.update(module.__dict__)
         copied._parameters = {name: empty(parameter) for name, parameter in module._parameters.items()}
         copied._buffers = {name: empty(buffer) for name, buffer in module._buffers.items()}
         copied._modules = {name: child if child is None else of(child) for name, child in module._modules.items()}

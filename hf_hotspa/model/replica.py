@@ -540,10 +540,12 @@ class Replica:
 
     def _use_packed(self, description: ModelDescription) -> None:
         """Replaces products by ones with this rank's shards of packed weights."""
-        specs, whole, tensor = {slot.spec.name: slot.spec for slot in self.slots}, list[str](), self.mesh.tensor
+        specs = {description.plain_name(slot.spec.name): slot.spec for slot in self.slots}
+        whole, tensor = list[str](), self.mesh.tensor
         for name, product in products(unwrapped_modules(self.model), description.packed).items():
-            spec = specs[description.weight_of(name)]
-            if spec.shard_dim is not None and tensor is not None:
+            spec = specs[f"{name}.{description.packed[name].leaf}"]
+            has_whole_experts = spec.experts and self.mesh.experts is not None
+            if spec.shard_dim is not None and tensor is not None and not has_whole_experts:
                 place = description.vector, self.mesh.strategy, spec, self.mesh.rank
                 is_whole = stored_rows(*place) is None
                 product.cut(spec.shard_dim, shard_rows(*place), is_whole, tensor.group)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import cast
 
 import torch
@@ -42,7 +43,7 @@ from hf_hotspa.model_shape import ModelShape, pair_layers
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
-from hf_hotspa.parallel.wrapped_model import bare_model, plain_parameters
+from hf_hotspa.parallel.wrapped_model import bare_model, plain_name, plain_parameters
 from hf_hotspa.seam import hooks
 
 _RANDOM_ROUTERS = {"phimoe"}
@@ -88,6 +89,11 @@ class ModelDescription:
     def local_name(self, name: str) -> str:
         """A parameter's name in `model_class`."""
         return name.removeprefix(self.prefix)
+
+    def plain_name(self, name: str) -> str:
+        """A parameter's name in `model_class` without added modules."""
+        name = self.local_name(name)
+        return name if self.added is None else self.added.beside(name)[0]
 
     def weight_of(self, module: str) -> str:
         """Returns the vector's name of the weight of a module of `styles`; of a layer with added modules, its base's."""
@@ -217,7 +223,7 @@ class _Structure:
     @cached_property
     def packed(self) -> dict[str, PackedLayer]:
         packed = {
-            self.beside(f"{name}.weight")[0].removesuffix(".weight"): layer
+            self.beside(f"{name}.{layer.leaf}")[0].removesuffix(f".{layer.leaf}"): layer
             for name, layer in packed_layers(self.model, self.compute_dtype).items()
         }
         ends = (name for name in packed if name in (self.input_embedding, self.head) or self.is_behind(name))
@@ -370,7 +376,8 @@ def _shape(structure: _Structure) -> ModelShape:
         has_pp_plan=bool(text.base_model_pp_plan),
         num_experts=max(structure.fused.values(), default=0),
         experts_per_token=experts_per_token(text) if structure.fused else 0,
-        expert_parameters=sum(spec.numel for spec in vector.specs if spec.experts) // num_layers,
+        expert_parameters=sum(s.packed.weights if s.packed else s.numel for s in vector.specs if s.experts)
+        // num_layers,
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
         gated=any({"gate_proj", "gate_up_proj"} & set(spec.name.split(".")) for spec in vector.specs),
@@ -420,7 +427,7 @@ def _parameter_vector(structure: _Structure) -> ParameterVector:
         name_in_plan, shared = structure.beside(name)
         module, _, leaf = name_in_plan.rpartition(".")
         numel = parameter.numel()
-        if shared is None and leaf == "weight" and module in packed:
+        if shared is None and module in packed and leaf == packed[module].leaf:
             specs += (stored := packed[module].specs(spec))
             numel = sum(own.packed.weights for own in stored if own.packed is not None)
         else:
@@ -453,8 +460,9 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
         if prefix is not None and parameter.dim() > 1:
             block = name.removeprefix(prefix).partition(".")[2]
             kind = counted[1 if _MLP.search(block) else 0]
-            kind[0] += parameter.numel() * (name not in plan.cuts)
-            kind[1] += parameter.numel()
+            numel = prod(plan.shapes.get(name, parameter.shape))
+            kind[0] += numel * (name not in plan.cuts)
+            kind[1] += numel
     attention, mlp = (whole / total if total else 0.0 for whole, total in counted)
     return attention, mlp
 
@@ -462,6 +470,7 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
 def _spec(name: str, tied: tuple[str, ...], parameter: nn.Parameter, unit: int, structure: _Structure) -> ParameterSpec:
     prefix, plan = structure.prefix, structure.plan
     name_in_plan, shared = structure.beside(name)
+    name_in_plan = plain_name(name_in_plan)
     cut, is_partial = plan.cuts.get(name_in_plan), name_in_plan in plan.partial
     if shared is not None and cut is not None:
         of_inputs = cut.dim == plan.input_dim(name_in_plan)
@@ -540,8 +549,9 @@ def _no_division_of_experts(structure: _Structure) -> str | None:
         arguments = list(inspect.signature(type(module).forward).parameters)[1:]
         if len(arguments) != 3:
             return f"{name} of {family} takes {arguments}, not tokens, experts and routing weights, so ep must be 1"
-        for leaf, parameter in module.named_parameters():
-            if "." in leaf or not parameter.dim() or parameter.shape[0] != count:
+        for leaf, parameter in plain_parameters(module):
+            shape = structure.plan.shapes.get(f"{name}.{leaf}", parameter.shape)
+            if "." in leaf or not shape or shape[0] != count:
                 return f"{leaf} of {name} is not of single experts, so ep must be 1"
         if any(isinstance(child, nn.ModuleList | nn.Identity) for child in module.children()):
             return f"{name} of {family} has experts without weights, so ep must be 1"

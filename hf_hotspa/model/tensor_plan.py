@@ -6,16 +6,20 @@ everywhere, or replicated with a partial gradient (norms of queries and keys see
 tensor-parallel ranks hold and compute any other block whole, which is exact but saves nothing; the reason is kept.
 """
 
+import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.layout.vector import Part
 from hf_hotspa.model.layer_kind import is_linear_attention, projections
+from hf_hotspa.model.packed_layer import PackedLayer
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.tensor_parallel import (
     COLWISE,
@@ -28,7 +32,7 @@ from hf_hotspa.parallel.tensor_parallel import (
     VOCABULARY_EMBEDDING,
     VOCABULARY_HEAD,
 )
-from hf_hotspa.parallel.wrapped_model import base_layer, plain_parameters, unwrapped_modules
+from hf_hotspa.parallel.wrapped_model import base_layer, plain_name, plain_parameters, unwrapped_modules
 
 _OLDER_NAMES = {"colwise_rep": COLWISE_GATHER, "rowwise_rep": ROWWISE_SPLIT}
 """Older names of styles in `parallel.tensor_parallel`."""
@@ -134,11 +138,13 @@ class TensorPlan:
         layer_prefixes: tuple[str, ...],
         embedding: str,
         head: str,  # empty for none
-        packed: Collection[str] = (),  # names of packed linear layers
+        packed: Mapping[str, PackedLayer],  # packed layers by name
     ) -> None:
         # a wrapped layer is treated like its base; what is added to it follows (`model.specs`)
         self.modules = unwrapped_modules(model)
         self.layer_prefixes, self._packed = layer_prefixes, packed
+        # of the plain weights of packed layers, by name
+        self.shapes = {plain_name(f"{name}.{layer.leaf}"): layer.shape for name, layer in packed.items()}
         text = model.config.get_text_config()
         self.has_plan = has_tensor_plan(text)
         own = _OF_LAYERS.get(text.model_type, {}) if not _plans_layers(text) else {}
@@ -181,7 +187,12 @@ class TensorPlan:
         experts = self.modules[module]
         if isinstance(experts, nn.Embedding):
             return 0
-        return 1 if getattr(experts, leaf).dim() == 2 or experts.is_transposed else 2
+        return 1 if len(self._shape(module, leaf)) == 2 or experts.is_transposed else 2
+
+    def _shape(self, module: str, leaf: str) -> tuple[int, ...]:
+        """The shape of a parameter of a module, also of one that is packed."""
+        known = self.shapes.get(f"{module}.{leaf}")
+        return known or tuple(self.modules[module].get_parameter(leaf).shape)
 
     def _planned(self, name: str) -> str | None:
         return self._plan.get(_pattern(name))
@@ -199,7 +210,7 @@ class TensorPlan:
                 blocks.setdefault(parent, _Block()).modules[leaf] = planned
             if self.has_plan and is_linear_attention(module):
                 blocks.setdefault(name, _Block())
-            for leaf, _ in module.named_parameters(recurse=False):
+            for leaf in chain(dict(module.named_parameters(recurse=False)), getattr(module, "parametrizations", ())):
                 if style := self._planned(f"{name}.{leaf}"):
                     blocks.setdefault(name, _Block()).parameters[leaf] = style
         return blocks
@@ -404,19 +415,19 @@ class TensorPlan:
             raise _WholeError(f"the plan says nothing of {unplanned[0][0]}")
         if unknown := {leaf: s for leaf, s in block.modules.items() if s != IDENTITY_STYLE}:
             raise _WholeError(f"the plan's styles {unknown} are not known")
-        width = experts.down_proj.shape[-1 if down == "rowwise" else -2]
+        width = self._shape(name, "down_proj")[-1 if down == "rowwise" else -2]
         for leaf, style in block.parameters.items():
-            parameter = experts.get_parameter(leaf)
+            shape = self._shape(name, leaf)
             if style == PARTIAL_GRADIENT:  # a sum's bias: each rank adds its share
                 cut.partial.add(f"{name}.{leaf}")
                 continue
-            dim = parameter.ndim - (1 if style in ("rowwise", PACKED_ROWWISE) else 2)
-            rows, is_bias = parameter.shape[dim], leaf.endswith("_bias")
+            dim = len(shape) - (1 if style in ("rowwise", PACKED_ROWWISE) else 2)
+            rows, is_bias = shape[dim], leaf.endswith("_bias")
             # some plans call it column-wise; transformers stores all gates before all ups by default
             packed = style in (PACKED_COLWISE, PACKED_ROWWISE) or (leaf == "gate_up_proj" and rows == 2 * width)
             packed = packed and getattr(experts, "is_concatenated", True)
-            if parameter.ndim != 3 - is_bias or rows % width or (packed and rows != 2 * width):
-                raise _WholeError(f"{leaf} has the shape {tuple(parameter.shape)}")
+            if len(shape) != 3 - is_bias or rows % width or (packed and rows != 2 * width):
+                raise _WholeError(f"{leaf} has the shape {shape}")
             part = Part(width, width, width) if packed else Part(rows, width, width)
             cut.cuts[f"{name}.{leaf}"] = Cut(dim, (part, part) if packed else (part,))
         cut.styles[name] = EXPERTS
@@ -449,6 +460,15 @@ def _head_parts(leaf: str, rows: int, heads: int, kv_heads: int) -> tuple[Part, 
 def is_fused(module: nn.Module) -> bool:
     """Whether a module is one of transformers' fused experts (`use_experts_implementation`)."""
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate", "num_experts"))
+
+
+_signature = cache(inspect.signature)
+
+
+def arguments_of(experts: nn.Module, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts and routing weights, from a call of fused experts."""
+    _, hidden, index, weights = _signature(type(experts).forward).bind(experts, *args, **kwargs).args
+    return hidden, index, weights
 
 
 def fused_experts(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict[str, int]:

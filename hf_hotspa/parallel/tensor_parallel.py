@@ -204,8 +204,9 @@ def _latent(out: Tensor, *, rotary_size: int, group: dist.ProcessGroup) -> Tenso
 
 def _wrap_experts(experts: nn.Module, size: int, enter: OnTensor, leave: OnTensor) -> None:
     """Makes experts whose outputs are summed over the shards also add this rank's share of their bias."""
-    if getattr(experts, "down_proj_bias", None) is not None:
-        experts.forward = partial(_with_share_of_bias, experts, experts.forward, size)
+    base = base_layer(experts)
+    if getattr(base, "down_proj_bias", None) is not None:
+        experts.forward = partial(_with_share_of_bias, base, experts.forward, size)
     wrap(experts, enter, leave)
 
 

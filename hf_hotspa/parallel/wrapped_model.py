@@ -1,6 +1,7 @@
 """Models and layers inside wrappers: PEFT's models around a transformers model, its layers around a frozen layer, and its
-trained copies in the place of one."""
+trained copies in the place of one. Also names of parameters with a parametrization of torch."""
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,12 @@ from torch import nn
 
 BASE = "base_layer"  # the name of the layer inside a wrapper
 _REPLACED = "original_module"  # the name of a layer whose trained copy is used instead
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original$")
+
+
+def plain_name(name: str) -> str:
+    """`experts.down_proj` for `experts.parametrizations.down_proj.original`; any other name of a parameter unchanged."""
+    return _PARAMETRIZED.sub(r"\1\2", name)
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -61,7 +68,8 @@ def read_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module without wrappers: of a wrapped layer its base's, under the layer's name."""
+    """The parameters of a module without wrappers: of a wrapped layer its base's, under the layer's name. Names are without
+    parametrizations, but the tensors those that hold the values."""
     layers = {name: base_layer(child) for name, child in module.named_modules() if name}  # parents come first
     bases = {
         name: next(n for n, m in module.get_submodule(name).named_modules() if m is b) for name, b in layers.items()
@@ -69,9 +77,9 @@ def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in module.named_parameters():
         layer = next((layer for layer, base in bases.items() if base and name.startswith(f"{layer}.")), None)
         if layer is None:
-            yield name, parameter
+            yield plain_name(name), parameter
         elif name.startswith(inside := f"{layer}.{bases[layer]}."):
-            yield f"{layer}.{name.removeprefix(inside)}", parameter
+            yield plain_name(f"{layer}.{name.removeprefix(inside)}"), parameter
 
 
 def unwrapped_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -23,7 +23,11 @@ class Watch(Attachment):
 
     def __init__(self, whole, counted, replica):
         self.counted = counted
-        owners = {id(p): m for m in replica.model.modules() for p in m.parameters(recurse=False)}
+        owners = {
+            id(p): getattr(m, "hotspa_owner", (m,))[0]  # experts compute with what their parametrization holds
+            for m in replica.model.modules()
+            for p in m.parameters(recurse=False)
+        }
         for parameter, slot in replica.parameters:
             if (spec := slot.spec).packed:
                 stored = to_storage(whole[spec.name].reshape(spec.shape), spec.storage_dim)

@@ -33,6 +33,7 @@ class RowCodes:
     bias: bool
 
     form: ClassVar[str] = "8 bits"
+    leaf: ClassVar[str] = "weight"
     kind: ClassVar[str]
     skip: ClassVar[str]
     product_class: ClassVar[type[LinearProduct]]

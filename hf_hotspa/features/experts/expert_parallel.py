@@ -23,10 +23,9 @@ Promise: what is dropped depends on the pack alone, so it is the same under ever
 rank, or on the ranks of tp and ep.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,17 +36,10 @@ from torch import Tensor, nn
 from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.errors import ModelError
 from hf_hotspa.model.replica import Attachment, Replica
+from hf_hotspa.model.tensor_plan import arguments_of
 from hf_hotspa.parallel.collectives import CLOCK, gather_rows, with_gradient
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.wrapped_model import base_layer
-
-_signature = cache(inspect.signature)
-
-
-def arguments_of(experts: nn.Module, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, their experts and routing weights, from a call of fused experts."""
-    _, hidden, index, weights = _signature(type(experts).forward).bind(experts, *args, **kwargs).args
-    return hidden, index, weights
 
 
 class ExpertCapacity(Attachment):

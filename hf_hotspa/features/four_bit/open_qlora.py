@@ -12,12 +12,15 @@ from transformers.quantizers import AutoHfQuantizer
 
 from hf_hotspa.engine.loading import open_model
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def open_qlora(folder: str | Path, adapter: "LoraConfig", quantization: BitsAndBytesConfig) -> Any:
+def open_qlora(
+    folder: str | Path, adapter: "LoraConfig", quantization: BitsAndBytesConfig, experts: bool = False
+) -> Any:
     """Makes the `PeftModel` for a folder of plain weights (`hotspa_model_path`). Its base will be in 4 bits and has no
     weights yet.
 
@@ -28,6 +31,7 @@ def open_qlora(folder: str | Path, adapter: "LoraConfig", quantization: BitsAndB
         folder: With unquantized weights.
         adapter: A `LoraConfig`.
         quantization: With `load_in_4bit`.
+        experts: Whether fused experts are quantized, too (`quantize_experts`).
 
     Raises:
         HotspaError: as of `open_model`; also for another quantization.
@@ -44,6 +48,8 @@ def open_qlora(folder: str | Path, adapter: "LoraConfig", quantization: BitsAndB
     quantizer.preprocess_model(model=model, device_map=None)
     model.is_loaded_in_4bit, model.hf_quantizer = True, quantizer  # for PEFT and the Trainer
     model.config.quantization_config = quantization
+    if experts:
+        quantize_experts(model, quantization)
     with _staying_on_cpu():
         return get_peft_model(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False), adapter)
 
@@ -54,7 +60,9 @@ def _staying_on_cpu() -> Iterator[None]:
     move = kind.to
 
     def to(module: nn.Module, *args: object, **kwargs: object) -> Any:
-        return module if torch.device("meta") in (*args, kwargs.get("device")) else move(module, *args, **kwargs)
+        if torch.device("meta") not in (*args, kwargs.get("device")):
+            return move(module, *args, **kwargs)
+        return move(module, dtype=kwargs["dtype"]) if "dtype" in kwargs else module
 
     kind.to = to
     try:

@@ -28,9 +28,11 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.features.lora.expert_deltas import ExpertDelta, mend_wrappers
 from hf_hotspa.model.model_kind import INPUTS, NEITHER, OUTPUTS
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.tensor_plan import is_fused
@@ -39,6 +41,7 @@ from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, is_wrapped,
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+_PARAMETRIZATIONS = ".parametrizations."  # torch keeps packed weights of experts in such a submodule
 _SHARED = {
     "lora_A": INPUTS,
     "lora_B": OUTPUTS,
@@ -113,10 +116,11 @@ class Adapters:
         return f"{self._without_wrapper(module)}.{leaf}" if module else name, None
 
     def _without_wrapper(self, module: str) -> str:
+        owner, *inside = module.partition(_PARAMETRIZATIONS)
         for place in sorted(set(self.inside.values()), key=len, reverse=True):
-            layer = module.removesuffix(f".{place}")
-            if layer != module and self.inside.get(layer) == place:
-                return self._without_wrapper(layer)
+            layer = owner.removesuffix(f".{place}")
+            if layer != owner and self.inside.get(layer) == place:
+                return self._without_wrapper("".join((layer, *inside)))
         return module
 
     def put(self, model: nn.Module) -> None:
@@ -146,6 +150,9 @@ class Adapters:
                 put_dora(module, name)
         if len(self.configs) > 1 and layer in self.scalings:  # the last one acts
             module.set_adapter([self.name])
+        base = base_layer(module)
+        if layer in self.parameters and hasattr(base, "hotspa_added"):  # packed, with products of single experts
+            base.hotspa_added[self.parameters[layer]] = ExpertDelta(module)
 
 
 def read_adapters(model: nn.Module) -> Adapters | None:
@@ -185,7 +192,10 @@ def read_adapters(model: nn.Module) -> Adapters | None:
     trained = _trained(model)
     _refuse_idle(model, trained)
     bare = bare_model(model)[0]
-    parameters = {path: module.parameter_name for path, module in bare.named_modules() if is_of_parameter(module)}
+    wrappers = {path: module for path, module in bare.named_modules() if is_of_parameter(module)}
+    parameters = {path: module.parameter_name for path, module in wrappers.items()}
+    if any(is_parametrized(base_layer(module)) for module in wrappers.values()):
+        mend_wrappers(wrappers.values())
     inside = {path: place for path, module in bare.named_modules() if (place := place_inside(module)) is not None}
     if len(configs) > 1:
         _refuse_other_neighbours(bare, configs)
