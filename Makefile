@@ -76,6 +76,18 @@ test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones r
 		--durations 10 tests/gloo $(PYTEST_ARGS) || failed=1; \
 	exit $$failed
 
+# What gloo forgives and NCCL does not: see docs/wire.md. Ten minutes on two cores.
+.PHONY: check-wire
+check-wire: $(INSTALLED)  ## What ranks say on process groups, recorded and proven by NCCL's rules; planted faults are found
+	$(ONE_THREAD) $(PY) -m tests.wire_proofs
+	$(ONE_THREAD) $(PY) -m tests.wire_faults
+
+# torch then compares the collectives of all ranks before it runs them.
+.PHONY: test-detail
+test-detail: $(INSTALLED)  ## The fast tests of several processes, while torch checks every collective (slow)
+	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 TORCH_DISTRIBUTED_DEBUG=DETAIL $(PY) -m pytest -m "not slow and not gpu" \
+		-n $(TEST_WORLDS) --dist worksteal tests/gloo $(PYTEST_ARGS)
+
 # Two nodes on this machine: in network namespaces where it allows them. With Ray: pip install 'ray[train]==2.60.0' into .venv.
 .PHONY: test-nodes
 test-nodes: $(INSTALLED)  ## The ways of starting on two nodes, and jobs that lose one (an hour). NODE_TRIALS=3 for fewer

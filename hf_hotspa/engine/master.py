@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.layout.placement import Interval, Layout, master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
@@ -58,9 +59,12 @@ def _whole(
     if group is None:
         assert own is not None
         return own.to(device, dtype, copy=True)
+    # to one rank by batches: on NCCL `dist.send` would make another communicator for each pair of ranks
+    transport = ProcessGroupTransport(group, rank)
     if to is not None and rank != to:
         if own is not None:
-            dist.send(own.to(device, dtype), to, group=group)
+            transport.send(own.to(device, dtype), to, 0)
+            transport.start().wait()
         return None
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     parts = flat.split(list(sizes))
@@ -72,7 +76,8 @@ def _whole(
         if to is None:
             dist.broadcast(part, source, group=group)
         elif source != rank:
-            dist.recv(part, source, group=group)
+            transport.recv(part, source, 0)
+    transport.start().wait()
     return flat
 
 
