@@ -39,6 +39,11 @@ class ModelShape:
     head_norms: bool = False  # whether queries and keys are normed
     # the share of layers whose attention compares pairs of tokens; the others keep a state of constant size
     pair_layers: float = 1.0
+    outputs: int = 0  # numbers of a token that the head makes, on every rank of tp; 0 for the vocabulary's logits
+
+    def head_rows(self, tp: int) -> int:
+        """Rows of the head's weight on a rank of tp."""
+        return self.outputs or -(-self.vocab_size // tp)
 
     @property
     def attention_parameters(self) -> int:

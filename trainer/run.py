@@ -20,6 +20,7 @@ from hf_hotspa.callbacks.step_reports import ReportCallback, SwitchOverheadCallb
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.checkpoint.tensors import saved_tensors
+from hf_hotspa.costs.terms import Scoring
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError, printable
 from hf_hotspa.exchanges import take_back
@@ -220,6 +221,8 @@ class Run:
         args, model, given, watchers = trainer.args, trainer.model, trainer.eval_dataset, Watchers()
         args.model_recomputes = recomputes(bare_model(model)[0])
         rows.take_model()
+        if rows.has_own_labels:  # its loss follows from outputs, which a scoring pass makes
+            args.scoring = Scoring(1)
         weights = self.source.weights_folder(model)
         if own is not None:
             read = trainer.train_dataset if trainer.train_dataset is not None else given

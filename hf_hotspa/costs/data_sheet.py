@@ -130,7 +130,7 @@ def layer_cost(
 
 def head_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, frozen: bool = False) -> Cost:
     """Cost of vocabulary projection and loss, forward and backward."""
-    device, rows = hardware.device, shape.vocab_size / tp
+    device, rows = hardware.device, shape.outputs or shape.vocab_size / tp
     matmul = _products(rows * shape.hidden_size, 0 if frozen else None) / (device.flops(dtype) * device.matmul_share)
     loss = LOSS_PASSES * rows * 4 / (device.memory_bandwidth * BANDWIDTH_SHARE)
     narrow = 1 + HALF_SIZE * (1 / shape.hidden_size + 1 / rows)

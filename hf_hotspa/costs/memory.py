@@ -193,7 +193,7 @@ class MemoryStage:
         self.width = dtype_bytes(model.options.compute_dtype)  # bytes of an element of the activations
         self.hidden = self.shape.hidden_size * self.width  # bytes of the hidden state of a token
         self.sharers = strategy.tp if strategy.sp else 1  # of the hidden states between blocks
-        self.vocabulary_rows = -(-self.shape.vocab_size // strategy.tp)
+        self.head_rows = self.shape.head_rows(strategy.tp)
         # layers that hold packs; of several stages each counts as the longest, which may hold most of them
         stages = model.sizes.layers_of_stages(strategy.pp, strategy.v)[index :: strategy.pp]
         self.num_layers = strategy.v * max(map(len, stages))
@@ -253,7 +253,7 @@ def _logits(stage: MemoryStage) -> Bytes | None:
     """Of one pack; beyond the tokens of a chunk of the loss there are hidden states and their gradients only."""
     if not stage.is_last:
         return None
-    rows, options, beyond = stage.vocabulary_rows, stage.options, 2 * stage.hidden
+    rows, options, beyond = stage.head_rows, stage.options, 2 * stage.hidden
     of_token = options.end_bytes.get(stage.strategy.tp, rows * 4 * options.logit_copies)
     most = loss_chunk_tokens(rows)
 
@@ -270,7 +270,7 @@ def _other_losses(stage: MemoryStage) -> Bytes | None:
     """What losses of several packs keep: probabilities, or gradients of hidden state and head (`parallel.head_loss`)."""
     if not stage.is_last:
         return None
-    rows = stage.vocabulary_rows
+    rows = stage.head_rows
     of_token = rows * 4 * max(1.0, stage.shape.hidden_size / loss_chunk_tokens(rows)) + stage.hidden
     return lambda packs: of_token * packs.held_tokens if packs.in_flight > 1 else 0.0
 

@@ -159,7 +159,7 @@ class ModelSizes:
         if self.vector is not None:
             return self.vector.stage_costs
         shape = self.shape
-        by_count = (shape.layer_parameters,) * shape.num_layers, shape.vocab_size * shape.hidden_size
+        by_count = (shape.layer_parameters,) * shape.num_layers, shape.head_rows(1) * shape.hidden_size
         return self.measured or StageCosts(*by_count)
 
     @property
@@ -168,8 +168,8 @@ class ModelSizes:
         if self.vector is not None:
             return sum(spec.packed.weights if spec.packed else spec.numel for spec in self.vector.specs)
         shape = self.shape
-        vocabulary = shape.vocab_size * shape.hidden_size
-        base = shape.num_layers * shape.layer_parameters + vocabulary * (1 if self.tied else 2) + shape.hidden_size
+        rows = shape.vocab_size + (0 if self.tied else shape.head_rows(1))
+        base = shape.num_layers * shape.layer_parameters + (rows + 1) * shape.hidden_size
         return base + (self.num_trained if self.added is not None else 0)
 
     @cached_property
@@ -253,11 +253,12 @@ class ModelSizes:
         added, norm = self.added_parameters(tp), self.shape.hidden_size
         layer, layer_bytes = self._layer(tp, strategy.ep) + added, self._layer_bytes(tp, strategy.ep) + added * width
         vocabulary = -(-self.shape.vocab_size // tp) * self.shape.hidden_size
+        head = self.shape.head_rows(tp) * self.shape.hidden_size
         stages = []
         for stage, layers in enumerate(self.stage_costs.ranks(strategy.pp, strategy.v)):
             first, last, num_layers = stage == 0, stage == strategy.pp - 1, len(layers)
             kept = vocabulary if tied and (first or last) else 0  # a tied weight is resident
-            before, after = [vocabulary - kept] * first, [vocabulary - kept + norm] * last
+            before, after = [vocabulary - kept] * first, [head - kept + norm] * last
             units = [*before, *[layer] * num_layers, *after]
             in_bytes = [unit * width for unit in before] + [layer_bytes] * num_layers + [unit * width for unit in after]
             weights = kept * width + (max(_of_neighbours(in_bytes)) if strategy.z == 3 else sum(in_bytes))

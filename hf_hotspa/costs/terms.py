@@ -208,6 +208,9 @@ TASKS = {
     "grpo": Scoring(),
     "grpo-kl": Scoring(2, reference=True),
     "rloo": Scoring(3, reference=True),
+    "classify": Scoring(1),
+    "reward": Scoring(1),
 }
 """Scoring by training task: `sft` uses the model's own loss; `dpo` pairs, with a live reference or precomputed; `grpo`
-and `rloo` completions, with TRL's defaults or a KL term."""
+and `rloo` completions, with TRL's defaults or a KL term; `classify` and `reward` a head without a vocabulary."""
+WITHOUT_LOGITS = ("classify", "reward")

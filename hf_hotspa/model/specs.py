@@ -382,6 +382,7 @@ def _shape(structure: _Structure) -> ModelShape:
         whole_mlp=whole_mlp,
         gated=any({"gate_proj", "gate_up_proj"} & set(spec.name.split(".")) for spec in vector.specs),
         head_norms=any("q_norm" in spec.name.split(".") for spec in vector.specs),
+        outputs=structure.readout.width if structure.readout is not None else 0,
         pair_layers=pair_layers(layer_types(model.config)),
     )
 

@@ -17,7 +17,15 @@ from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryMode
 from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
-from hf_hotspa.costs.terms import TASKS, added_weights, form_names, optimizer_states, packed_weights, reduced_states
+from hf_hotspa.costs.terms import (
+    TASKS,
+    WITHOUT_LOGITS,
+    added_weights,
+    form_names,
+    optimizer_states,
+    packed_weights,
+    reduced_states,
+)
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
 from hf_hotspa.seam import SYNCHRONOUS, Options
@@ -37,6 +45,12 @@ NEAR = 0.02  # up to how much slower than the chosen plan those that training ma
 _SHOWN = (
     "nodes", "devices_per_node", "limit_bytes", "limit_source", "dtype", "optim", "task", "recompute", "sequence_parallel"
 )  # fmt: skip
+
+
+def _of_task(model: ModelConfig, task: object) -> ModelConfig:
+    if task not in WITHOUT_LOGITS:
+        return model
+    return replace(model, shape=replace(model.shape, outputs=1), tied=False)
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,7 @@ class Setup:
             dtype: The dtype of computation; None for the calibration's, else bfloat16.
             quantization: One of `costs.terms.form_names`, with an adapter; None if the frozen model is in that dtype.
         """
-        shape = load_model(model)
+        shape = _of_task(load_model(model), options.get("task"))
         count, devices = parse_nodes(nodes)
         if count * devices > _MOST_DEVICES:
             fix = f"plan for at most {_MOST_DEVICES} devices"

@@ -14,7 +14,17 @@ def setup(task: str = "sft", **more: object) -> Setup:
 
 
 @pytest.mark.parametrize(
-    ("task", "units"), [("sft", 3), ("dpo-precomputed", 4), ("dpo", 5), ("grpo", 3), ("grpo-kl", 5), ("rloo", 6)]
+    ("task", "units"),
+    [
+        ("sft", 3),
+        ("dpo-precomputed", 4),
+        ("dpo", 5),
+        ("grpo", 3),
+        ("grpo-kl", 5),
+        ("rloo", 6),
+        ("classify", 4),
+        ("reward", 4),
+    ],
 )
 @pytest.mark.parametrize("strategy", ["dp8", "dp2tp4+rc", "tp2pp4", "cp2dp4+rc2"])
 def test_a_step_is_so_many_forwards(task: str, units: int, strategy: str) -> None:
@@ -39,6 +49,17 @@ def test_a_reference_is_kept_beside_the_master_weights() -> None:
     assert setup("dpo", lora="16").memory.breakdown(strategy, 1024) == setup("sft", lora="16").memory.breakdown(
         strategy, 1024
     )
+
+
+@pytest.mark.parametrize("strategy", ["dp8", "tp8", "dp2pp4", "dp8+z3"])
+def test_a_head_of_one_number_has_no_logits_and_no_vocabulary(strategy: str) -> None:
+    asked = Strategy.parse(strategy)
+    scored, reward = setup("dpo-precomputed"), setup("reward")
+    vocabulary, hidden = 32000, 4096
+    assert scored.sizes.num_parameters - reward.sizes.num_parameters == (vocabulary - 1) * hidden
+    memory = [each.memory.breakdown(asked, 4096) for each in (scored, reward)]
+    assert memory[1].total < memory[0].total
+    assert memory[1].weights <= memory[0].weights
 
 
 def test_a_plan_says_what_it_is_of() -> None:
