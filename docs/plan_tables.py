@@ -62,7 +62,7 @@ def sharded_row(model: str, lora: str | None, hardware: str, lengths: str, longe
             found = make_plan(Setup.read(str(config), "1x8", hardware, lora=lora), lengths, longest)
         except DeviceMemoryError:
             return f"{head} does not fit |" + " |" * 4 + "\n"
-    choice, fsdp = found.plan.choice, found.plan.baselines[-1]
+    choice, fsdp = found.plan.choice, found.plan.fully_sharded
     buckets = "<br>".join(f"`{bucket}`" for bucket in choice.buckets)
     theirs = f"{fsdp.seconds:.2f}" if fsdp.seconds is not None else f"holds up to {fsdp.pack_tokens}"
     return f"{head} {buckets} | {choice.seconds:.2f} | `{choice.static}` | {choice.static_seconds:.2f} | {theirs} |\n"
@@ -132,9 +132,9 @@ def gain_cell(model: str, cluster: str, lora: str | None, lengths: str) -> dict[
             plan = make_plan(Setup.read(str(config), cluster, "h100-80g", lora=lora), lengths, LONGEST[0]).plan
         except DeviceMemoryError:
             return {"fits": False}
-    rivals = {rival.name: rival.seconds for rival in plan.rivals}
+    rivals = {rival.name: rival.seconds for rival in (*plan.rivals, *plan.layouts)}
     seconds, static = plan.choice.seconds, plan.choice.static_seconds
-    others = [plan.baselines[-1].seconds, rivals.get(MEGATRON), rivals.get(DYNAMIC), static]
+    others = [plan.fully_sharded.seconds, rivals.get(MEGATRON), rivals.get(DYNAMIC), static]
     ratios = [round(other / seconds, 3) if other is not None else None for other in others]
     return {"fits": True, "plan": str(plan.choice), "ratios": ratios}
 
@@ -152,6 +152,8 @@ def gains_table(known: dict[str, dict[str, object]]) -> str:
             lines.append(f"{head} does not fit |" + " |" * 4 + "\n")
             continue
         ratios = [f"{ratio:.2f}x" if ratio is not None else "does not fit" for ratio in gain["ratios"]]  # type: ignore[attr-defined]
+        if cluster.startswith("1x"):  # a layout of clusters
+            ratios[1] = "-"
         buckets = "<br>".join(f"`{bucket}`" for bucket in str(gain["plan"]).split(","))
         lines.append(f"{head} {buckets} | {' | '.join(ratios)} |\n")
     return "".join(lines)

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from hf_hotspa.errors import StrategyError
+from hf_hotspa.reporting.gain_words import of_switching
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.strategy import Strategy
 
@@ -104,13 +105,9 @@ class MeasuredGain:
         """The answer, without a full stop."""
         rival = self.against(self.best)
         count = f"{rival.count} mini-batch" + "es" * (rival.count > 1)
-        fast = f"{rival.ratio:.2f}x as fast as {rival.name}, the best single strategy"
         interval = f"95% interval {rival.low:.2f}x to {rival.high:.2f}x" if rival.count > 1 else "without an interval"
-        if rival.low > 1:
-            return f"Switching paid: {fast} (measured on {count}, {interval})"
-        if rival.high < 1:
-            return f"Switching did not pay: {fast} (measured on {count}, {interval})"
-        return f"Whether switching paid is not clear from {count}: {fast} (measured, {interval})"
+        how = f"measured on {count}, {interval}"
+        return of_switching(rival.ratio, rival.name, how, rival.low, rival.high, clear=False)
 
     @property
     def basis(self) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from hf_hotspa.report import PhaseReport
+from hf_hotspa.reporting.gain_words import CORRECTED_ERROR, of_one_strategy, of_predicted_switching
 from hf_hotspa.reporting.run_log import RunLog, Sums, sums_of
 
-_CLEAR = 0.03  # predicted differences below this do not count as a gain or a loss
 _MUCH_SWITCHING = 0.25
 _MUCH_WAITING = 0.2
 
@@ -104,10 +104,8 @@ def verdict(run: RunLog, to_be_measured: bool = False) -> list[str]:
     used = summary.strategies
     if len(used) < 2:
         name = used[0].strategy if used else "none"
-        predicted_s = (
-            ["Predicted: for these lengths switching is not worth it here."] if run.facts.plan is not None else []
-        )
-        return [f"One strategy trained everything ({name}): nothing was switched", *predicted_s]
+        predicted = [f"{of_one_strategy(name)}."] if run.facts.plan is not None else []
+        return [f"One strategy trained everything ({name}): nothing was switched", *predicted]
     return [*(_against_prediction(run) or _against_own_rates(run, summary)), cost]
 
 
@@ -148,13 +146,9 @@ def _error(phases: Sequence[PhaseReport], ratio: float) -> float:
 
 def _heading(gain: float, error: float, single: str) -> str:
     apart = max(gain, 1 / gain) - 1
-    if error > max(apart, _CLEAR):
+    if error > max(apart, CORRECTED_ERROR):
         return f"Whether switching paid is not known: predictions are off by {error:.0%}, and the difference to {single} is {apart:.0%}"
-    if gain > 1 + _CLEAR:
-        return f"Switching paid: about {gain:.2f}x as fast as {single} alone (predicted)"
-    if gain < 1 - _CLEAR:
-        return f"Switching did not pay: {single} alone would have been about {1 / gain:.2f}x as fast (predicted)"
-    return f"One strategy would have been as fast: {single} (predicted)"
+    return of_predicted_switching(gain, single, CORRECTED_ERROR)
 
 
 def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:
@@ -169,7 +163,7 @@ def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:
         if s.strategy not in holds or not s.tokens_per_s:
             continue
         alone = summary.num_tokens / s.tokens_per_s + s.moved_s / s.num_phases * summary.num_steps
-        if alone <= took * (1 + _CLEAR):
+        if alone <= took * (1 + CORRECTED_ERROR):
             basis = (
                 f"The packs of {s.strategy} hold the longest sequence ({longest} tokens), and at the rate that it had on its "
                 f"own bucket it would have taken about {alone:.2f} s for everything, instead of {took:.2f} s. This is rough: "

@@ -1,21 +1,25 @@
-"""What people run without switching, and what a user writes, priced like a plan: packed as well as possible.
+"""What one would run without this package, priced like a plan: with the same models of time and memory.
 
-Data parallelism over all devices with ZeRO (DeepSpeed) or FSDP gets the best conditions: packs as large as memory
-allows (or halves of that, if faster), balanced by our packer, aligned over the replicas so that heavy packs meet heavy
-ones, a loss that never holds all logits, and transfers that overlap with computation as far as possible:
+Data parallelism over all devices: DDP, ZeRO-1 and ZeRO-2 of DeepSpeed, and full sharding (FSDP, or ZeRO-3); on one
+device the stock Trainer, without any of these. Each is as users set it, and otherwise at its best: packs (`packing` with
+`bfd` of TRL, `sample_packing` of Axolotl) as large as memory allows, or halves of that, if faster, and balanced by our
+packer. The logits of a pack exist whole: once as the model computes them, and twice in fp32 for the loss. Only what is
+named "with Liger" computes them in chunks. What is named "padded" does not pack, but pads micro-batches of rows in
+random order. Transfers overlap with computation as far as possible:
 
-* stage 1: gradients are reduced behind the last backward pass, and the trained weights gathered at the end;
+* DDP and stage 1: gradients are reduced behind the last backward pass; stage 1 gathers the trained weights at the end;
 * stage 2: gradients are reduced behind each backward pass;
 * stage 3 (FSDP's full shard): weights are gathered behind each forward and each backward pass, and gradients reduced.
 
 Under stages 2 and 3 all replicas wait for one another in each pack. Bytes come from `formulas`, plus the activations of
 the memory model and temporary full tensors: under stage 2 the gradients of one unit (a layer, or embedding and head),
-under stage 3 the weights of the running layer, the next one and embedding and head. A run uses gradient checkpointing
-if it is faster with it, or fits only with it.
+under stage 3 the weights of the running layer, the next one and embedding and head. DDP keeps weights and gradients in
+fp32, beside the weights in the compute dtype. A run uses gradient checkpointing if it is faster with it, or fits only
+with it.
 
-`people_run` adds tensor parallelism in a node with replicas, constant Megatron-like degrees, and dynamic context
-parallelism: one layout, whose replicas share packs of long rows. `Pricing` prices strategies, or buckets, in the syntax
-of `hotspa_strategies`. Times and memory use the plan's models. Plain data, no torch.
+`people_run` adds what clusters run: tensor parallelism in a node with replicas, and constant Megatron-like degrees.
+`dynamic_layout` is a layout of ours: one, whose replicas share packs of long rows. `Pricing` prices strategies, or
+buckets, in the syntax of `hotspa_strategies`. Plain data, no torch.
 """
 
 from collections.abc import Sequence
@@ -35,13 +39,23 @@ from hf_hotspa.search.question import Question
 from hf_hotspa.search.search import SearchOptions, search
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, parse_buckets
 
-STAGES = (1, 2, 3)
-NAMES = {1: "DDP + ZeRO-1", 2: "DDP + ZeRO-2", 3: "FSDP"}
+STAGES = (0, 1, 2, 3)
+NAMES = {0: "DDP", 1: "DDP + ZeRO-1", 2: "DDP + ZeRO-2", 3: "FSDP"}
+ALONE = "the stock Trainer"
 _ARGUMENTS = {
+    0: "",
     1: 'deepspeed={"zero_optimization": {"stage": 1}}',
     2: 'deepspeed={"zero_optimization": {"stage": 2}}',
     3: 'fsdp="full_shard"',
 }
+CONFIGS = {
+    "sft": "SFTConfig", "reward": "RewardConfig", "classify": "TrainingArguments", "rloo": "RLOOConfig",
+    **dict.fromkeys(("dpo", "dpo-precomputed"), "DPOConfig"), **dict.fromkeys(("grpo", "grpo-kl"), "GRPOConfig"),
+}  # fmt: skip
+"""The arguments' class by `terms.TASKS`."""
+PACKED_TASK = "sft"  # only its trainer packs
+_FP32_LOGITS = 2  # copies of the logits in fp32 that the loss holds at once
+_ROWS = (1, 2, 4, 8, 16)  # sequences of a padded micro-batch
 _MASTER_BYTES = 4
 _Packs = Sequence[Sequence[Sequence[int]]]
 
@@ -50,20 +64,42 @@ _Packs = Sequence[Sequence[Sequence[int]]]
 class Baseline:
     """One way to run everything under data parallelism."""
 
-    stage: int  # of ZeRO
+    stage: int  # of ZeRO; 0 for DDP
     recompute: bool  # with gradient checkpointing
     pack_tokens: int  # of the largest pack that fits, if the longest sequence does not
     seconds: float | None  # predicted mean of a mini-batch; None if the longest sequence does not fit
     memory: MemoryBreakdown  # of a device with these packs
+    liger: bool = False  # whether logits are computed in chunks, instead of all at once
+    padded: int = 0  # sequences of a micro-batch without packing; 0 with packing
+    world_size: int = 2
+    task: str = PACKED_TASK
 
     @property
     def name(self) -> str:
-        return NAMES[self.stage] + (" with checkpointing" if self.recompute else "")
+        options = [text for text, on in (("checkpointing", self.recompute), ("Liger", self.liger)) if on]
+        base = NAMES[self.stage] if self.world_size > 1 else ALONE
+        return base + (f" with {' and '.join(options)}" if options else "") + (", padded" if self.padded else "")
 
     @property
     def arguments(self) -> str:
-        """The arguments for `TrainingArguments`."""
-        return _ARGUMENTS[self.stage] + (", gradient_checkpointing=True" if self.recompute else "")
+        """The arguments of the task's config."""
+        size = (
+            f"per_device_train_batch_size={self.padded}"
+            if self.padded
+            else f"packing=True, max_length={self.pack_tokens}"
+        )
+        parts = [
+            _ARGUMENTS[self.stage],
+            f"gradient_checkpointing={self.recompute}",
+            "use_liger_kernel=True" if self.liger else "",
+            size,
+        ]
+        return ", ".join(filter(None, parts))
+
+    @property
+    def line(self) -> str:
+        """What to write into a script."""
+        return f"{CONFIGS[self.task]}({self.arguments})"
 
     def to_dict(self) -> dict[str, object]:
         """Returns bytes and seconds as plain data."""
@@ -71,6 +107,8 @@ class Baseline:
             "name": self.name,
             "stage": self.stage,
             "gradient_checkpointing": self.recompute,
+            "liger": self.liger,
+            "padded": self.padded,
             "fits": self.seconds is not None,
             "longest_that_fits": None if self.seconds is not None else self.pack_tokens,
             "pack_tokens": self.pack_tokens,
@@ -86,14 +124,15 @@ class DataParallel:
     memory: MemoryModel
     time: TimeModel
     hardware: Hardware
+    task: str = PACKED_TASK  # one of `terms.TASKS`
 
     @property
     def dtype(self) -> str:
         """The dtype of computation, weights and gradients."""
         return self.memory.options.compute_dtype
 
-    def breakdown(self, stage: int, recompute: bool, pack_tokens: int) -> MemoryBreakdown:
-        """Returns the bytes on a device with packs of so many tokens."""
+    def breakdown(self, stage: int, recompute: bool, pack_tokens: int, liger: bool = False) -> MemoryBreakdown:
+        """Returns the bytes on a device with packs (or padded micro-batches) of so many tokens."""
         width, dp = dtype_bytes(self.dtype), self.memory.world_size
         breakdown = self.memory.breakdown(self._strategy(recompute), pack_tokens)
         (trained, frozen), sizes, optimizer = self._parameters, self.memory.sizes, self.memory.options.optimizer
@@ -113,16 +152,23 @@ class DataParallel:
             master_gradients=0.0,
             optimizer=states(optimizer=sizes.master(1, optimizer).optimizer_bytes / trained),
             weights=states(weights=width) + states(weights=width, of=frozen) + gathered,
-            gradients=states(gradients=width) + reduced,
+            gradients=states(gradients=self._gradient_bytes(stage)) + reduced,
             arena=0.0,
             switch=0.0,
+            logits=breakdown.logits
+            if liger
+            else pack_tokens * sizes.shape.head_rows(1) * (width + _FP32_LOGITS * _MASTER_BYTES),
         )
 
-    def largest_pack(self, stage: int, recompute: bool, limit_bytes: float | None) -> int:
+    def largest_pack(self, stage: int, recompute: bool, limit_bytes: float | None, liger: bool = False) -> int:
         """Returns the most tokens that a pack may have; 0 if not even one fits."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
-        return most_within(lambda tokens: self.breakdown(stage, recompute, tokens).total, limit_bytes, UNLIMITED_TOKENS)
+
+        def total(tokens: int) -> float:
+            return self.breakdown(stage, recompute, tokens, liger).total
+
+        return most_within(total, limit_bytes, UNLIMITED_TOKENS)
 
     def seconds(self, stage: int, recompute: bool, replicas: _Packs) -> float:
         """Returns the seconds of a mini-batch with these packs, `[replica][pack][sequence]`."""
@@ -138,6 +184,8 @@ class DataParallel:
         gather, reduce = self._link_seconds(sent.gathers), self._link_seconds(sent.reduces)
         fixed = self.time.fixed_s
         if stage <= 1:
+            if stage == 0:  # an all-reduce of gradients
+                gather, reduce = 0.0, 2 * reduce * self._gradient_bytes(0) / dtype_bytes(self.dtype)
             alone = self._together([sum(of_batch) for of_batch in costs])
             last = (1 - forward_share) * busiest[-1]
             return fixed + alone + max(0.0, reduce - last) + gather
@@ -148,27 +196,62 @@ class DataParallel:
             return fixed + sum(forward_share * t for t in busiest) + sum(backward) + gather
         return fixed + sum(max(forward_share * t, gather / steps / 2) for t in busiest) + sum(backward)
 
-    def best(self, stage: int, question: Question) -> Baseline:
-        """Returns the fastest run under a stage, with or without gradient checkpointing, or how much of it fits."""
+    def best(self, stage: int, question: Question, *, liger: bool = False, pads: bool = False) -> Baseline:
+        """Returns the fastest run under a stage, with or without gradient checkpointing, or how much of it fits.
+        `liger`: with logits in chunks. `pads`: without packing."""
         batches, weights = question.batches
         longest, limit_bytes = question.longest, question.capacities.limit_bytes
         most, plain = max(longest, *map(sum, batches)), self._strategy(False)
-        quadratic_cost = question.shape.quadratic_cost
-        capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
-        runs: list[tuple[float, bool, int]] = []
+        quadratic_cost, dp = question.shape.quadratic_cost, self.memory.world_size
+        capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes, liger)) for again in (False, True)}
+        runs: list[tuple[float, bool, int, int]] = []
         for again, capacity in capacities.items():
-            for tokens in pack_choices(capacity, longest) if capacity >= longest else ():
+            if capacity < longest:
+                continue
+            sizes = [
+                (rows * longest, rows)
+                for rows in _ROWS
+                if rows * longest <= capacity and (rows == 1 or rows * dp <= len(batches[0]))
+            ]
+            for tokens, rows in sizes if pads else [(tokens, 0) for tokens in pack_choices(capacity, longest)]:
                 seconds = sum(
-                    weight * self.seconds(stage, again, packed(sorted(batch), plain, tokens, quadratic_cost, longest))
+                    weight
+                    * self.seconds(
+                        stage, again,
+                        padded(batch, dp, rows) if pads
+                        else packed(sorted(batch), plain, tokens, quadratic_cost, longest),
+                    )
                     for batch, weight in zip(batches, weights, strict=True)
-                )
-                runs.append((seconds, again, tokens))
+                )  # fmt: skip
+                runs.append((seconds, again, tokens, rows))
         fastest: float | None = None
+        rows = int(pads)
         if runs:
-            fastest, again, tokens = min(runs, key=lambda run: run[0])
+            fastest, again, tokens, rows = min(runs, key=lambda run: run[0])
         else:
             again, tokens = max(capacities.items(), key=lambda each: each[1])
-        return Baseline(stage, again, tokens, fastest, self.breakdown(stage, again, tokens))
+        need = self.breakdown(stage, again, tokens, liger)
+        return Baseline(stage, again, tokens, fastest, need, liger, rows, dp, self.task)
+
+    def settings(self, question: Question) -> tuple[Baseline, ...]:
+        """Returns what one would run: under each stage; and the fastest stage without packing, and with Liger. On one
+        device only the fastest of all, with Liger if it fits only so. Without packing if the task's trainer cannot."""
+        dp, pads = self.memory.world_size, self.task != PACKED_TASK
+        stages = STAGES if dp > 1 else STAGES[:1]
+        plain = [self.best(stage, question, pads=pads) for stage in stages]
+        first = _fastest(plain)
+        fits = first.seconds is not None
+        if dp == 1 and fits:
+            return (first,)
+        known = (first.stage,) if fits else stages
+        chunks = _fastest([self.best(stage, question, liger=True, pads=pads) for stage in known])
+        if dp == 1:
+            return (chunks,)
+        return *plain, *(() if pads else (self.best(first.stage, question, pads=True),)), chunks
+
+    def _gradient_bytes(self, stage: int) -> int:
+        """Bytes of a gradient: in DDP weights, and so gradients, are in fp32."""
+        return _MASTER_BYTES if stage == 0 else dtype_bytes(self.dtype)
 
     def _strategy(self, recompute: bool) -> Strategy:
         return Strategy(self.memory.world_size, rc=int(recompute))
@@ -184,6 +267,21 @@ class DataParallel:
     def _link_seconds(self, elements: float) -> float:
         link = self.hardware.ring_bandwidth(self.memory.world_size) * LINK_EFFICIENCY
         return elements * dtype_bytes(self.dtype) / link
+
+
+def _fastest(runs: Sequence[Baseline]) -> Baseline:
+    """Of those that fit the fastest, else the one that holds the longest sequence."""
+    fitting = [run for run in runs if run.seconds is not None]
+    return min(fitting, key=lambda run: run.seconds or 0.0) if fitting else max(runs, key=lambda run: run.pack_tokens)
+
+
+def padded(lengths: Sequence[int], dp: int, rows: int) -> list[list[list[int]]]:
+    """Returns each replica's micro-batches of rows in the given order, each padded to its longest."""
+    replicas: list[list[list[int]]] = [[] for _ in range(dp)]
+    for index, first in enumerate(range(0, len(lengths), rows)):
+        batch = lengths[first : first + rows]
+        replicas[index % dp].append([max(batch)] * len(batch))
+    return replicas
 
 
 MEGATRON, IN_NODE, DYNAMIC = "Megatron-like dp x tp x pp", "tp in a node + dp", "dynamic context parallelism"
@@ -249,17 +347,24 @@ class Pricing(Question):
 
 
 def people_run(pricing: Pricing, strategies: Sequence[Strategy], devices_per_node: int) -> tuple[Rival, ...]:
-    """Returns what a user would run instead of a plan, besides data parallelism (`DataParallel`)."""
+    """Returns what one would run on several nodes instead of a plan, besides data parallelism (`DataParallel`)."""
     # with sequence parallelism and recomputation; without sharding or chunks
-    plain = [s for s in strategies if s.is_common]
-    whole = [s for s in plain if s.cp == 1]
+    whole = [s for s in strategies if s.is_common and s.cp == 1]
+    if not whole or whole[0].world_size <= devices_per_node:
+        return ()
     in_node = [s for s in whole if s.pp == 1 and 1 < s.tp <= devices_per_node]
     rivals = [pricing.best(IN_NODE, in_node)] if in_node else []
     rivals += [pricing.best(MEGATRON, megatron)] if (megatron := [s for s in whole if s.tp * s.pp > 1]) else []
-    if any(s.cp > 1 for s in plain):
-        # one layout, whose replicas share the packs of long rows, as in Megatron and verl
-        priced = [pricing.best(DYNAMIC, own, max_phases=3) for own in sharing_layouts(pricing, plain)]
-        known = [rival for rival in priced if rival.seconds is not None]
-        none = Rival(DYNAMIC, (), None, f"no layout holds a sequence of {pricing.longest} tokens")
-        rivals.append(min(known, key=lambda rival: rival.seconds or 0.0, default=none))
     return tuple(rivals)
+
+
+def dynamic_layout(pricing: Pricing, strategies: Sequence[Strategy]) -> tuple[Rival, ...]:
+    """Returns the layout of ours that comes nearest to switching: one, whose replicas share the packs of long rows. Empty
+    if no strategy can."""
+    plain = [s for s in strategies if s.is_common]
+    if all(s.cp == 1 for s in plain):
+        return ()
+    priced = [pricing.best(DYNAMIC, own, max_phases=3) for own in sharing_layouts(pricing, plain)]
+    known = [rival for rival in priced if rival.seconds is not None]
+    none = Rival(DYNAMIC, (), None, f"no layout holds a sequence of {pricing.longest} tokens")
+    return (min(known, key=lambda rival: rival.seconds or 0.0, default=none),)

@@ -6,15 +6,21 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hf_hotspa.costs.memory import MemoryBreakdown, size
+from hf_hotspa.reporting.gain_words import (
+    PREDICTED_ERROR,
+    against_others,
+    of_one_strategy,
+    of_predicted_switching,
+)
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.baselines import Baseline, Rival
 from hf_hotspa.search.search import Choice
 from hf_hotspa.strategy import Bucket, Strategy
 
 _GIB, _MIB = 1 << 30, 1 << 20
-_SAME = 0.02  # seconds that differ by less, as a share, count as equal
 _NEAREST = 0.08  # plans that are slower than the fastest by less, as a share, are not distinguished by a time model
 _COLUMNS = ["up to", "strategy", "pack", "rows", "packs", "compute s", "switch s"]
 _LINKS = ["seconds of switches", "links in nodes", "links between nodes"]
@@ -39,49 +45,57 @@ class Plan:
     # pools of other plans, which fit beside this one: the first mini-batches try them, too
     raced: tuple[tuple[Bucket, ...], ...] = ()
     ready: tuple[tuple[Bucket, ...], ...] = ()  # pools for other lengths, if lengths may shift
-    # what people run besides data parallelism; `written`: strategies that a user wants priced
+    # what clusters run besides data parallelism; `layouts`: of ours, without switching; `written`: strategies that a user
+    # wants priced
     rivals: tuple[Rival, ...] = ()
+    layouts: tuple[Rival, ...] = ()
     written: tuple[Rival, ...] = ()
     # seconds of each row's switch on links inside nodes and between them; empty on one node
     links: tuple[tuple[float, float], ...] = ()
 
-    @property
+    @cached_property
     def _others(self) -> list[tuple[float, Baseline | Rival]]:
-        """Alternatives that hold the longest sequence, with their seconds, fastest first."""
+        """What one would run and holds the longest sequence, with its seconds, fastest first."""
         everything: list[Baseline | Rival] = [*self.baselines, *self.rivals]
         fitting = [(other.seconds, other) for other in everything if other.seconds is not None]
         return sorted(fitting, key=lambda each: each[0])
 
     @property
-    def pays(self) -> bool:
-        """Whether the plan is predicted to be faster than all alternatives."""
-        return all(seconds >= self.choice.seconds * (1 + _SAME) for seconds, _ in self._others[:1])
+    def gain(self) -> float | None:
+        """How much faster than the fastest alternative the plan is, as a factor; None if there is none."""
+        return self._others[0][0] / self.choice.seconds if self._others else None
+
+    @property
+    def single(self) -> tuple[str, float]:
+        """The best single strategy, or layout without switches, of ours, and its seconds."""
+        layouts = [(f"{each.name} ({_text(each.buckets)})", each.seconds) for each in self.layouts if each.seconds]
+        static = str(self.choice.static), self.choice.static_seconds
+        return min([static, *layouts], key=lambda each: each[1])
 
     @property
     def answer(self) -> str:
-        """One line: whether the plan is worth it, compared with what a user would run."""
-        if not (others := self._others):
+        """One line: whether this package is worth it, compared with what one would run without it."""
+        if self.gain is None:
             return f"Yes: nothing that people run holds a sequence of {self.longest} tokens here"
-        gains = {other.name: seconds / self.choice.seconds for seconds, other in others}
-        best = others[0][1].name
-        if not self.pays:
-            slower = f"{1 / gains[best]:.2f}x as fast as this plan"
-            return f"No: use {best}, {slower if gains[best] < 1 - _SAME else 'within 2 % of this plan'}, predicted"
-        usual = next((other.name for _, other in others if isinstance(other, Baseline)), best)
-        return f"Yes: {gains[usual]:.2f}x over {usual}, predicted"
+        return against_others(self.gain, self._others[0][1].name)
+
+    @property
+    def switching(self) -> str:
+        """One line: whether switching is worth it, compared with the best single strategy."""
+        name, seconds = self.single
+        return of_predicted_switching(seconds / self.choice.seconds, name) if self.choice.switches else self._one
+
+    @property
+    def _one(self) -> str:
+        return of_one_strategy(str(self.choice.rows[0].bucket.strategy))
 
     @property
     def why(self) -> str:
-        """The reason for the answer, in a sentence or two."""
+        """The reason for the answers, in a sentence or two."""
         choice, step = self.choice, self._seconds(self.choice.seconds)
-        if not self.pays:
-            seconds, best = self._others[0]
-            holds = f"{best.name} holds the longest sequence ({self.longest} tokens)"
-            return f"{holds} and takes {self._seconds(seconds)} s a step; the best plan takes {step} s."
         first, last = choice.rows[0], choice.rows[-1]
         if first is last:
-            alone = f"{first.bucket.strategy} alone trains all rows in {step} s a step; switching would not gain more."
-            return alone + self._beside
+            return f"{first.bucket.strategy} trains all rows in {step} s a step.{self._beside}"
         share = min(first.num_sequences / self.mini_batch_size, 0.999)
         return (
             f"{share:.1%} of the rows have at most {first.bucket.longest} tokens and run under {first.bucket.strategy}; the "
@@ -92,18 +106,33 @@ class Plan:
     @property
     def _beside(self) -> str:
         for seconds, best in self._others[:1]:
-            if isinstance(best, Rival):
-                return f" The nearest alternative is {best.name}: {self._seconds(seconds)} s."
+            return f" {best.name[0].upper()}{best.name[1:]} takes {self._seconds(seconds)} s."
         return ""
+
+    @property
+    def fully_sharded(self) -> Baseline:
+        """The setting with packs and the highest stage of ZeRO: with whole logits, unless it fits with Liger only."""
+        with_packs = [each for each in self.baselines if not each.padded]
+        return max(
+            with_packs or self.baselines, key=lambda each: (each.stage, each.seconds is not None, not each.liger)
+        )
+
+    @property
+    def stock(self) -> Baseline | None:
+        """What to run instead of the plan, if that is about as fast or faster: the fastest setting with whole logits; with
+        Liger only if nothing else is near and it is faster than the plan."""
+        error = 1 + PREDICTED_ERROR
+        near = [each for seconds, each in self._others if seconds <= self.choice.seconds * error]
+        for other in near:
+            if isinstance(other, Baseline) and not other.liger:
+                return other
+        faster = bool(near) and self._others[0][0] * error < self.choice.seconds
+        return near[0] if faster and isinstance(near[0], Baseline) else None
 
     @property
     def to_copy(self) -> str:
         """The line to copy into a script."""
-        best = self._others[0][1] if not self.pays else None
-        if isinstance(best, Baseline):
-            return f"the stock Trainer: {best.arguments}"
-        buckets = str(self.choice) if best is None else ",".join(map(str, best.buckets))
-        return f'hotspa_strategies="{buckets}"'
+        return f'hotspa_strategies="{self.choice}"' if self.stock is None else self.stock.line
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -131,27 +160,6 @@ class Plan:
         """Tokens of the longest sequence that fits."""
         return self.pool[-1].longest
 
-    @property
-    def rival(self) -> tuple[str, float]:
-        """The best of a single strategy and the baselines, and its seconds."""
-        others = [(baseline.name, baseline.seconds) for baseline in self.baselines if baseline.seconds is not None]
-        return min([("the best static strategy", self.choice.static_seconds), *others], key=lambda each: each[1])
-
-    @property
-    def verdict(self) -> str:
-        """What the plan gains, and compared with what."""
-        choice, (name, seconds) = self.choice, self.rival
-        gain = choice.static_seconds / choice.seconds
-        if seconds < choice.seconds * (1 - _SAME):
-            lost = f"{name} is predicted to be {choice.seconds / seconds:.2f}x as fast as this plan"
-            return f"{lost}: one layout is enough here"
-        if not choice.switches:
-            return "switching is not worth it here"
-        if seconds < choice.static_seconds:
-            better = "as fast as" if seconds < choice.seconds * (1 + _SAME) else f"{seconds / choice.seconds:.2f}x"
-            return f"{better} {name}, and {gain:.2f}x the best static strategy"
-        return f"{gain:.2f}x the best static strategy"
-
     def __str__(self) -> str:
         """The buckets, seconds beside the alternatives, and memory."""
         rows = [_COLUMNS]
@@ -168,7 +176,11 @@ class Plan:
         names = [str(bucket.strategy) for bucket in self.buckets]
         tables = [text_table("", rows, 2), *([text_table("", [_LINKS, *links])] if links else []), self._comparison()]
         return "\n\n".join(
-            [*tables[:-1], f"{tables[-1]}\n{self.verdict}", "\n".join([memory_table(names, self.memory), *kept])]
+            [
+                *tables[:-1],
+                "\n".join([tables[-1], *wrapped(self.switching)]),
+                "\n".join([memory_table(names, self.memory), *kept]),
+            ]
         )
 
     def _seconds(self, value: float) -> str:
@@ -181,12 +193,12 @@ class Plan:
             (f"best static, {choice.static}", choice.static_seconds, ""),
         ]
         for other in self.baselines:
-            packs = f", packs of {other.pack_tokens}"
+            packs = f", rows in {other.padded}s" if other.padded else f", packs of {other.pack_tokens}"
             if other.seconds is None:
                 packs = f": sequences of up to {other.pack_tokens} tokens" if other.pack_tokens else ": does not fit"
             labels.append((other.name + packs, other.seconds, ""))
-        for rival in (*self.rivals, *self.written):
-            how = ",".join(map(str, rival.buckets))
+        for rival in (*self.rivals, *self.layouts, *self.written):
+            how = _text(rival.buckets)
             name = rival.name if not how or how == rival.name else f"{rival.name}: {how}"
             labels.append((f"{rival.name}: {rival.why}" if rival.seconds is None else name, rival.seconds, ""))
         labels += [(f"near: {near}", near.seconds, "") for near in choice.near]
@@ -223,11 +235,15 @@ class Plan:
             "switch_seconds": choice.switch_seconds,
             "static": {"hotspa_strategies": str(choice.static), "seconds": choice.static_seconds},
             "answer": self.answer,
+            "switching": self.switching,
+            "copy": self.to_copy,
             "baselines": [baseline.to_dict() for baseline in self.baselines],
             "rivals": [rival.to_dict() for rival in self.rivals],
+            "layouts": [layout.to_dict() for layout in self.layouts],
             "written": [rival.to_dict() for rival in self.written],
             "near": [{"hotspa_strategies": str(near), "seconds": near.seconds} for near in choice.near],
-            "gain": {"over": self.rival[0], "factor": self.rival[1] / choice.seconds},
+            "gain": {"over": self._others[0][1].name if self._others else None, "factor": self.gain},
+            "switching_gain": {"over": self.single[0], "factor": self.single[1] / choice.seconds},
             "buckets": buckets,
             "phases_simulated": choice.num_simulated,
         }
@@ -240,12 +256,16 @@ class Plan:
             "switch_s": choice.switch_seconds,
             "static": str(choice.static.strategy),
             "static_s": choice.static_seconds,
-            "verdict": self.verdict,
+            "verdict": self.switching,
             "rows": [
                 {"strategy": str(row.bucket.strategy), "compute_s": row.compute_s, "switch_s": row.switch_s}
                 for row in choice.rows
             ],
         }
+
+
+def _text(buckets: Sequence[Bucket]) -> str:
+    return ",".join(map(str, buckets))
 
 
 def all_buckets(pools: Sequence[Sequence[Bucket]]) -> tuple[Bucket, ...]:

@@ -29,7 +29,7 @@ from hf_hotspa.costs.terms import (
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
 from hf_hotspa.seam import SYNCHRONOUS, Options
-from hf_hotspa.search.baselines import STAGES, DataParallel, Pricing, people_run
+from hf_hotspa.search.baselines import DataParallel, Pricing, dynamic_layout, people_run
 from hf_hotspa.search.bucket_plan import Plan, memory_dict
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.histogram import Counts, read_lengths
@@ -263,14 +263,14 @@ def make_plan(
         choice = choose(pricing, strategies, SearchOptions(max_phases, may_go_round=True, raced=True))
     except DeviceMemoryError as error:
         raise DeviceMemoryError(error.what, where=error.where, why=error.why, fix=_what_would_fit(setup, top)) from None
-    near = tuple(other for other in choice.near if other.seconds <= choice.seconds * (1 + NEAR))
-    choice, others = replace(choice, near=near), DataParallel(cost.memory, time, setup.hardware)
-    stages = STAGES if time.knows(Strategy(setup.world_size)) else ()
+    near = tuple(near for near in choice.near if choice.seconds <= near.seconds <= choice.seconds * (1 + NEAR))
+    choice, others = replace(choice, near=near), DataParallel(cost.memory, time, setup.hardware, setup.task)
+    settings = others.settings(pricing) if time.knows(Strategy(setup.world_size)) else ()
     links = tuple(cost.seconds_of_links(row.bucket.strategy) for row in choice.rows) if setup.nodes > 1 else ()
     plan = Plan(
         choice, choice.buckets, cost.rank_bytes(choice.buckets), mini_batch_size, setup.limit_bytes, setup.limit_source,
-        tuple(others.best(stage, pricing) for stage in stages), written=prices, links=links,
-        rivals=people_run(pricing, strategies, setup.devices_per_node),
+        settings, written=prices, links=links, rivals=people_run(pricing, strategies, setup.devices_per_node),
+        layouts=dynamic_layout(pricing, strategies),
     )  # fmt: skip
     return PlannedSetup(setup, tuple(drawn), str(lengths), plan)
 

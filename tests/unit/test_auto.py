@@ -59,7 +59,7 @@ def test_without_a_limit_nothing_is_switched() -> None:
     found = plan()
     assert len(found.pool) == 1
     assert not found.choice.switches
-    assert "switching is not worth it here" in str(found)
+    assert "Switching would not gain more" in str(found)
     assert limit_text(found.limit_bytes, found.limit_source).endswith("of a device: as given")
     assert found.longest == int(LONG_TAILED.lengths.max())
 
@@ -75,7 +75,8 @@ def test_under_a_limit_long_sequences_bring_a_strategy_of_their_own() -> None:
     assert all(memory.total <= limit * 2**20 for memory in found.memory)
     text = str(found)
     assert all(str(bucket.strategy) in text for bucket in found.choice.buckets)
-    assert "x the best static strategy" in text
+    assert found.switching.startswith(("Switching pays: ", "Switching is about the same: "))
+    assert found.switching in " ".join(text.split())
     assert f"of a device: {limit}.0 MiB, as given" in limit_text(found.limit_bytes, found.limit_source)
     assert found == plan(limit_mb=limit, may_chunk=False)
 

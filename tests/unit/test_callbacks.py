@@ -97,7 +97,7 @@ def test_nothing_is_claimed_of_switching_before_it_is_measured(tmp_path, capsys)
         callback.gain_follows = gain_follows
         run_callback(callback, tmp_path, 3)
         said, page = capsys.readouterr().out, callback.page.read_text()
-        claims = ["Switching paid" in text for text in (said, page)]
+        claims = ["Switching pays" in text for text in (said, page)]
         assert claims == [not gain_follows] * 2
         assert ("Whether switching paid is measured after training" in said) == gain_follows
     gain = MeasuredGain((1.0, 2.0), {"tp2": (0.5, 1.0)}, 0.0)

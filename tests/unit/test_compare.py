@@ -94,7 +94,7 @@ def test_report_makes_the_page_anew(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "6 steps, 2.4k tokens" in said
-    assert "Switching paid" in said
+    assert "Switching pays" in said
     assert f"page: {tmp_path / 'hotspa_report' / 'report.html'}" in said
     assert (tmp_path / "hotspa_report" / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "x.html")]) == 0

@@ -87,8 +87,9 @@ def test_a_plan_with_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["lora"] == {"r": 16, "targets": ["q_proj", "v_proj"]}
     assert found["trained_parameters"] == 32 * 16 * 2 * (4096 + 4096)
     assert found["seconds"] < 0.8 * whole["seconds"]
-    assert [each["fits"] for each in whole["baselines"]] == [False, False, True]
-    assert [each["fits"] for each in found["baselines"]] == [True, True, True]
+    # DDP, ZeRO-1 and ZeRO-2, FSDP; FSDP without packing, and with Liger
+    assert [each["fits"] for each in whole["baselines"][:4]] == [False, False, False, True]
+    assert all(each["fits"] for each in found["baselines"])
     assert main(["estimate", *args, "--lora", "16", "--strategy", "dp8", "--pack-tokens", "64"]) == 0
     assert "\nLoRA r=16 on q_proj, k_proj, " in (said := capsys.readouterr().out)
     assert "40.0M parameters are trained" in said

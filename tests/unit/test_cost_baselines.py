@@ -15,7 +15,7 @@ from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.search.baselines import STAGES, DataParallel
+from hf_hotspa.search.baselines import STAGES, DataParallel, padded
 from tests.unit.test_cost_memory import SIZES_7B
 
 PSI = 6_738_415_616
@@ -117,14 +117,14 @@ def asked(batches: list[list[int]], weights: list[float], longest: int, limit: i
 def test_the_largest_pack_and_the_best_run() -> None:
     found = runs()
     limit = 79 << 30
-    for stage in (1, 2, 3):
+    for stage in STAGES[1:]:
         for again in (False, True):
             most = found.largest_pack(stage, again, limit)
             assert found.breakdown(stage, again, most).total <= limit < found.breakdown(stage, again, most + 1).total
     assert found.largest_pack(1, False, 1 << 30) == 0
     batches, weights = [[1000] * 64, [2000] * 32], [0.5, 0.5]
     plain = found.largest_pack(3, False, limit)
-    for stage in STAGES:
+    for stage in STAGES[1:]:
         run = found.best(stage, asked(batches, weights, 2000, limit))
         assert (run.stage, run.recompute) == (stage, False)  # all fit without, which is faster
         # 8000 tokens a replica, evenly: 0.8 s of computation, and transfers
@@ -138,19 +138,72 @@ def test_the_largest_pack_and_the_best_run() -> None:
     assert none.to_dict()["longest_that_fits"] == most
 
 
+def test_ddp_holds_weights_gradients_and_moments_in_fp32() -> None:
+    found = runs().breakdown(0, False, 4096)
+    assert found.weights == 2 * PSI  # as the layers compute
+    assert found.master_weights == found.gradients == 4 * PSI
+    assert found.optimizer == 8 * PSI
+    assert runs(b=1e-12).seconds(0, False, [[[6000]], *[[]] * 7]) == pytest.approx(2 * 4 * PSI * 7 / 8 / LINK, rel=1e-3)
+
+
+def test_logits_exist_whole_unless_liger_is_named() -> None:
+    whole, chunks = (runs().breakdown(3, True, 8192, liger) for liger in (False, True))
+    assert whole.logits == 8192 * SIZES_7B.shape.vocab_size * (2 + 2 * 4)
+    assert chunks.logits < whole.logits / 2
+    assert replace(whole, logits=0) == replace(chunks, logits=0)
+
+
+def test_rows_in_their_order_are_padded_to_the_longest_of_a_micro_batch() -> None:
+    assert padded([5, 1, 2, 3, 4], 2, 2) == [[[5, 5], [4]], [[3, 3]]]
+    assert padded([5, 1, 2], 2, 1) == [[[5], [2]], [[1]]]
+
+
+def test_only_the_trainer_of_rows_packs(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--model", "llama2-7b", "--nodes", "1x8", "--hardware", "h100-80g", "--lengths", "chat", "--json"]
+    args += ["--longest", "2048", "--mini-batch", "64"]
+    for task, config in (("dpo", "DPOConfig("), ("reward", "RewardConfig(")):
+        assert main([*args, "--task", task]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert len(data["baselines"]) == 5
+        assert all(found["padded"] for found in data["baselines"])
+        assert data["copy"].startswith((config, "hotspa_strategies"))
+
+
+def test_one_device_has_one_setting() -> None:
+    alone, limit = runs(world=1), 160 << 30
+    (run,) = alone.settings(asked([[1000] * 16], [1.0], 1000, limit))
+    assert run.seconds is not None
+    assert run.name == "the stock Trainer"
+    assert "deepspeed" not in run.arguments
+    assert "fsdp" not in run.arguments
+    # logits of 60,000 tokens take 19 GB: with less room the setting names what computes them in chunks
+    longest = alone.largest_pack(0, True, limit) + 1
+    (other,) = alone.settings(asked([[longest]], [1.0], longest, limit))
+    assert other.liger
+    assert other.seconds is not None
+    assert "use_liger_kernel=True" in other.arguments
+
+
 def test_the_table_of_a_plan_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", "--model", "llama2-7b", "--nodes", "1x8", "--hardware", "a800-80g", "--lengths", "chat"]
     args += ["--longest", "16384", "--mini-batch", "128"]
     assert main([*args, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [found["stage"] for found in data["baselines"]] == [1, 2, 3]
-    assert all(found["fits"] and found["memory_bytes"] <= data["limit_bytes"] for found in data["baselines"])
-    seconds = min([data["static"]["seconds"], *(found["seconds"] for found in data["baselines"])])
-    assert data["gain"]["factor"] == pytest.approx(seconds / data["seconds"])
+    assert [found["stage"] for found in data["baselines"][:4]] == [0, 1, 2, 3]
+    assert [found["name"][:3] for found in data["baselines"]] == ["DDP"] * 3 + ["FSD"] * 3
+    pads, chunks = data["baselines"][4:]
+    assert pads["padded"] >= 1
+    assert pads["name"].endswith(", padded")
+    assert chunks["liger"]
+    fitting = [found for found in data["baselines"] if found["fits"]]
+    assert len(fitting) == 5  # 7B in fp32 with Adam does not fit in DDP
+    assert all(found["memory_bytes"] <= data["limit_bytes"] for found in fitting)
+    assert data["gain"]["factor"] == pytest.approx(min(found["seconds"] for found in fitting) / data["seconds"])
     assert main(args) == 0
     text = capsys.readouterr().out
-    for found in data["baselines"]:
-        assert f"{found['name']}, packs of {found['pack_tokens']}" in text
+    for found in fitting:
+        size = f"rows in {found['padded']}s" if found["padded"] else f"packs of {found['pack_tokens']}"
+        assert f"{found['name']}, {size}" in " ".join(text.split())
     # on small devices what does not fit is said, with the longest that does
     args[args.index("a800-80g")] = "l40s"
     assert main([*args, "--memory-limit", "39GiB", "--max-buckets", "1"]) == 0

@@ -92,7 +92,7 @@ def test_every_panel_has_data(tmp_path):
     assert "<h1>first try: LlamaForCausalLM &lt;&amp;&gt; on 2 ranks</h1>" in text
     for part in (
         "dp2 to 16",
-        "Switching paid: about 2.00x as fast as tp2 alone",
+        "Switching pays: 2.00x as fast as tp2, the best single strategy (predicted)",
         "tokens per second",
         "2.13.0",
     ):
@@ -220,9 +220,9 @@ def test_the_summary_adds_up(tmp_path):
     ("single_s", "answer"),
     [
         # the phases of a step are predicted to take 1.32 s
-        (2.64, f"Switching paid: about 2.00x as fast as {LONG} alone (predicted)"),
-        (1.34, f"One strategy would have been as fast: {LONG} (predicted)"),
-        (0.66, f"Switching did not pay: {LONG} alone would have been about 2.00x as fast (predicted)"),
+        (2.64, f"Switching pays: 2.00x as fast as {LONG}, the best single strategy (predicted)"),
+        (1.34, f"Switching is about the same: 1.02x as fast as {LONG}, the best single strategy (predicted)"),
+        (0.66, f"Switching does not pay: 0.50x as fast as {LONG}, the best single strategy (predicted)"),
     ],
 )
 def test_whether_it_paid(tmp_path, single_s, answer):
@@ -240,7 +240,7 @@ def test_a_single_strategy_that_is_measured_slower_than_predicted(tmp_path):
     unknown = f"Whether switching paid is not known: predictions are off by 26%, and the difference to {LONG} is 24%"
     for single_s, answer in (
         (1.30, unknown),
-        (1.50, f"Switching paid: about 1.43x as fast as {LONG} alone (predicted)"),
+        (1.50, f"Switching pays: 1.43x as fast as {LONG}, the best single strategy (predicted)"),
     ):
         run = read_run_log(write_run(tmp_path, single_s=single_s))
         run.steps = [
@@ -304,7 +304,7 @@ def test_what_features_count_is_among_the_fields_of_phases_and_in_the_table_of_s
 def test_one_strategy_is_no_comparison(tmp_path):
     run = read_run_log(write_run(tmp_path))
     run.steps = [replace(r, report=replace(r.report, phases=r.report.phases[:1])) for r in run.steps]
-    predicted = "Predicted: for these lengths switching is not worth it here."
+    predicted = f"Switching would not gain more: {SHORT} alone trains all rows (predicted)."
     assert verdict(run) == [f"One strategy trained everything ({SHORT}): nothing was switched", predicted]
     run.steps = []
     assert verdict(run) == ["No mini-batch was recorded"]
