@@ -12,6 +12,7 @@ makes such a class from a subclass of a TRL trainer.
 """
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -60,7 +61,9 @@ if TYPE_CHECKING:
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward")  # TRL's supported trainers
+EXPERIMENTAL = ("ORPO", "CPO", "TPO")  # supported trainers of `trl.experimental`, each in a module of its name
+OF_PADDING = ("ORPO", "CPO")  # two of their metrics are means over padding, too (`OverLogits`)
+TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward", *EXPERIMENTAL)  # TRL's supported trainers
 OF_OLDER = ("SFT", "DPO")  # those that were tried with TRL 1.9 to 1.15
 ONLINE = ("GRPO", "RLOO")  # trainers that generate their training data (`OverOnline`)
 _OF_BATCH = "generated."  # prefix of the names of a generation batch's tensors in a checkpoint
@@ -82,6 +85,7 @@ __all__ = [
     "SFTTrainer",
 ]  # fmt: skip
 
+logger = logging.getLogger(__name__)
 _Base: Any = object
 
 
@@ -257,6 +261,25 @@ class OverTRL(SwitchedMixin, _ByName):
             self._hotspa.synchronize()
             sync.is_due = False
         super()._maybe_log_save_evaluate(*args, **kwargs)
+
+
+class OverLogits(OverTRL):
+    """`OverTRL` for trainers whose metrics `logits/chosen` and `logits/rejected` are means over padding, too, which has no
+    logits here: they are left out, with a warning."""
+
+    def __init__(self, *given: object, **kwargs: object) -> None:
+        super().__init__(*given, **kwargs)
+        if not self._hotspa.backing.is_stock and self.args.process_index == 0:
+            logger.warning(
+                "%s logs no logits/chosen and logits/rejected: TRL takes their means over padding, too, which is not computed here",
+                type(self).__name__,
+            )
+
+    def store_metrics(self, metrics: dict[str, Any], *args: object, **kwargs: object) -> None:
+        """As TRL, without these two."""
+        if not self._hotspa.backing.is_stock:
+            metrics = {name: value for name, value in metrics.items() if "logits/" not in name}
+        super().store_metrics(metrics, *args, **kwargs)
 
 
 class _Generates(HasRun, Protocol):
@@ -492,6 +515,14 @@ def _check_supported(
     for name, (nothing, why, fix) in _UNSUPPORTED_FIELDS.items():
         if (value := getattr(args, name, nothing)) not in (nothing, None):  # front ends give None for no
             raise UnsupportedError(f"{type(args).__name__} has {name}={value!r}", why=why, fix=fix)
+    if kind in OF_PADDING and (
+        given.get("compute_metrics") is not None or getattr(args, "generate_during_eval", False)
+    ):
+        raise UnsupportedError(
+            f"compute_metrics, or generate_during_eval, with TRL's {kind}Trainer",
+            why="its predictions are means of logits over padding, too, which is not computed here; the other was not tried",
+            fix="leave them out",
+        )
     if given.get("token_loss") is not None:
         raise UnsupportedError(
             "a token_loss in front of TRL's trainer",
@@ -507,7 +538,7 @@ def _scoring(
     values = vars(args)
     if kind == "SFT":  # one pass for logits, one for metrics
         return Scoring(2 if values["label_smoothing_factor"] or given.get("compute_loss_func") is not None else 0)
-    if kind == "Reward":  # its loss reads outputs of rows
+    if kind in ("Reward", *EXPERIMENTAL):  # their losses read outputs of rows, or logits
         return Scoring(1)
     adapted = is_wrapped(model) or given.get("peft_config") is not None
     if kind in ONLINE:
@@ -655,10 +686,15 @@ def _merged(trainer: OverOnline, model: nn.Module) -> Iterator[tuple[str, Tensor
 # -- classes ----------------------------------------------------------------------------------------------------------
 
 
+def _of_library(name: str) -> Any:
+    kind = name.removesuffix("Trainer").removesuffix("Config")
+    return getattr(import_module(f"trl.experimental.{kind.lower()}" if kind in EXPERIMENTAL else "trl"), name)
+
+
 @cache
 def config_of(name: str) -> Any:
     """Returns a config of TRL, such as SFTConfig, with our flags and TRL's defaults."""
-    base = getattr(import_module("trl"), name)
+    base = _of_library(name)
     own = {f.name: copy(f) for f in dataclasses.fields(base)}
     types = {field: of_base.type for field, of_base in own.items()}
     namespace = {"__module__": __name__, "__doc__": base.__doc__, "__annotations__": types}
@@ -667,13 +703,14 @@ def config_of(name: str) -> Any:
 
 def in_front_of(base: type) -> type:
     """Returns the class to put in front of a TRL trainer or its subclass."""
-    return OverOnline if of_trl(base)[0] in ONLINE else OverTRL
+    kind = of_trl(base)[0]
+    return OverOnline if kind in ONLINE else OverLogits if kind in OF_PADDING else OverTRL
 
 
 @cache
 def trainer_of(name: str) -> Any:
     """Returns a trainer of TRL, such as SFTTrainer, over a switched model."""
-    made = switched(getattr(import_module("trl"), name))
+    made = switched(_of_library(name))
     return type(name, (made,), {"__module__": made.__module__, "__doc__": made.__doc__})
 
 

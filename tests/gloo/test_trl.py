@@ -36,6 +36,11 @@ CASES = {
     "reward": Case("Reward", SIX, "margins", {"center_rewards_coefficient": 0.05, "gradient_accumulation_steps": 2, **EVALUATES}),
     "reward with adapters": Case("Reward", SIX, "pairs", {"center_rewards_coefficient": 0.05}, lora=True, wide=True),
     "reward of experts": Case("Reward", MOE, "pairs", EVALUATES, family=MIXTURE, wide=True),
+    "orpo": Case("ORPO", TWO, "pairs", {"max_length": 128, "beta": 0.2, "gradient_accumulation_steps": 2, **EVALUATES}, wide=True),
+    "orpo with adapters": Case("ORPO", OTHER, "pairs", {"max_length": 128}, lora=True, wide=True),
+    "cpo": Case("CPO", OTHER, "pairs", {"max_length": 128, "label_smoothing": 0.1, **EVALUATES}, wide=True),
+    "simpo": Case("CPO", TWO, "pairs", {"max_length": 128, "loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.7}, wide=True),
+    "tpo": Case("TPO", TWO, "triples", {"beta": 0.2, "tpo_alpha": 0.7, **EVALUATES}, wide=True),
     "dpo with adapters": Case("DPO", TWO, "pairs", {"gradient_accumulation_steps": 2}, lora=True, wide=True),
     "sft, dft of what the assistant says": Case(
         "SFT", TWO, "chats", {**FREE, "assistant_only_loss": True, "loss_type": "dft", **EVALUATES}, wide=True
