@@ -8,7 +8,7 @@ from transformers import BitsAndBytesConfig
 
 from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
 from tests.families import tiny_model
-from tests.lora import KNOWN
+from tests.lora import BESIDE, KNOWN
 from tests.tiny_families import tiny_model_of
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16}
@@ -80,4 +80,6 @@ def tiny_qlora(
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            elif any(kind in name for kind in BESIDE):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return adapted.train()

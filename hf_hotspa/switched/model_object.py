@@ -202,7 +202,9 @@ class AdapterLayers:
         self.exist = bool(self._layers)
         self.trained = (added.name,) if added is not None and self.exist else None
         every = [named for part in engine.part_models for named in part.named_modules()] if added else []
-        self._replicas: list[tuple[str, Any]] = [(path, layer) for path, layer in every if path in self._layers]
+        self._replicas: list[tuple[str, Any]] = [
+            (path, layer) for path, layer in every if path in self._layers and hasattr(layer, "scaling")
+        ]  # other stages have none
         inside = added.inside if added else {}
         rows = {f"{path}{end}" for path in inside.keys() - self._layers.keys() for end in ("", ".token_adapter")}
         self._rows: list[Any] = [layer for path, layer in every if path in rows and hasattr(layer, "_disable_adapters")]

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
+from peft.tuners.lora.config import CordaConfig, LoraGAConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.loraga import preprocess_loraga
 
+from tests.families import tiny_model
 from tests.gloo.test_lora import step_error
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
@@ -63,3 +68,58 @@ def test_gradients_equal_those_of_peft():
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_every_option_equal_those_of_peft(name, buckets):
     check(run_ranks(4 if "dp4" in buckets else 2, errors, [name], buckets, timeout=280)[0])
+
+
+# -- initializations, which PEFT makes of the base, or of data, before training ------------------------------------------
+
+
+def initialized(kind):
+    """A tiny fp32 model whose adapter PEFT has initialized; some kinds change the base."""
+    base, more = tiny_model(PLAIN), {}
+    ids = torch.randint(0, base.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(5))
+    if kind == "eva":
+        more = {"eva_config": EvaConfig(rho=1.5)}
+    elif kind == "corda":
+        more = {"corda_config": CordaConfig(corda_method="kpm")}
+    elif kind == "lora_ga":
+        more = {"lora_ga_config": LoraGAConfig()}
+    targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
+    config = LoraConfig(
+        r=4, lora_alpha=3, target_modules=targets, init_lora_weights=kind, task_type="CAUSAL_LM", **more
+    )
+    torch.manual_seed(3)
+    if kind == "corda":
+        preprocess_corda(base, config, run_model=lambda: [base(input_ids=row[None]) for row in ids])
+    elif kind == "lora_ga":
+        preprocess_loraga(base, config, lambda: base(input_ids=ids, labels=ids).loss.backward())
+    model = get_peft_model(base, config)
+    if kind == "eva":
+        batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+        initialize_lora_eva_weights(model, batches, gather_distributed_inputs=False, show_progress_bar=False)
+    return model.train()
+
+
+def initialization_errors(rank, world_size, kinds):
+    """Errors, and whether the base was changed."""
+    found, plain = {}, tiny_model(PLAIN)
+    for kind in kinds:
+        model = initialized(kind)
+        rows = random_rows(10, model.config.vocab_size, longest=60)
+        engine = make_engine(model, "dp2:10@24,tp2:24@32,pp2:60")
+        error = step_error(engine, model, rows)[0]
+        engine.close()
+        base = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+        found[kind] = error, not torch.equal(base, plain.model.layers[0].self_attn.q_proj.weight)
+    return found
+
+
+CHANGED = ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
+"""Initializations that change the base; `loftq`, too, for which PEFT needs a GPU."""
+
+
+@pytest.mark.slow
+def test_initializations_equal_those_of_peft():
+    kinds = ("gaussian", "orthogonal", "eva", *CHANGED)
+    found = run_ranks(2, initialization_errors, kinds, timeout=280)[0]
+    assert max(error for error, _ in found.values()) <= 1e-5, found
+    assert {kind for kind, (_, changed) in found.items() if changed} == set(CHANGED)

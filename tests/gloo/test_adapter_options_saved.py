@@ -1,18 +1,21 @@
 """What checkpoints and exports hold of each option of PEFT's `LoraConfig`: PEFT loads it bit for bit, runs go on in another layout."""
 
-import json
-
 import pytest
 import torch
 from peft import PeftModel
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_hotspa.checkpoint.model_files import export, merge
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.gloo.test_adapter_options import CASES, PLAIN, SOME
+from tests.gloo.test_trainer import COMMON, MINI_BATCH, _pad, dataset_rows
 from tests.harness import run_ranks
 from tests.lora import tiny_lora, trained
+from tests.oracle import exact_in_double, relative_error
 from tests.training_runs import contents, make_trainer, newest, one_run
 
 pytestmark = pytest.mark.gloo
@@ -64,12 +67,49 @@ def test_peft_loads_what_is_saved_bit_for_bit(name, tmp_path):
 
     tiny_model(family).save_pretrained(tmp_path / "base")
     expected = PeftModel.from_pretrained(tiny_model(family), tmp_path / "saved")
-    if config.get("lora_bias") and family == "qwen3_qk_norm_tied":
-        return  # PEFT merges biases into biases only
     expected = expected.merge_and_unload().state_dict()
     merge(last, tmp_path / "merged", base=str(tmp_path / "base"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     assert merged.keys() == expected.keys()
     assert all(torch.equal(merged[n], expected[n]) for n in merged)
     assert "lm_head.weight" in merged
-    json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+# -- LoRA+: groups of rates that PEFT makes ------------------------------------------------------------------------------
+
+
+def loraplus(model):
+    """PEFT's optimizer with other rates for lora_B and for embeddings."""
+    return create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4.0, loraplus_weight_decay=0.1, loraplus_lr_embedding=3e-3
+    )
+
+
+def loraplus_run(rank, world_size, folder, stock):
+    model = tiny_lora(
+        PLAIN, torch.float64, target_modules=[*SOME, "embed_tokens"], modules_to_save=["norm"], bias="all"
+    )
+    rows = dataset_rows(model.config.vocab_size)
+    common = {**COMMON, "max_steps": 5, "output_dir": folder, "save_strategy": "no"}
+    given = {"model": model, "train_dataset": rows, "optimizers": (loraplus(model), None)}
+    if stock:
+        args = TrainingArguments(per_device_train_batch_size=MINI_BATCH, **common)
+        trainer = Trainer(args=args, data_collator=_pad, **given)
+    else:
+        args = HotSPaTrainingArguments(
+            hotspa_mini_batch_size=MINI_BATCH, hotspa_strategies="dp2:16@32,tp2:32,pp2:60@64", **common
+        )
+        trainer = HotSPaTrainer(args=args, **given)
+    with exact_in_double(torch.float64):
+        trainer.train()
+    if not stock:
+        trainer.close_engine()
+    return trained(model)
+
+
+@pytest.mark.slow
+def test_the_steps_of_lora_plus_equal_those_under_the_stock_trainer(tmp_path):
+    [expected] = run_ranks(1, loraplus_run, str(tmp_path / "stock"), True)
+    for found in run_ranks(2, loraplus_run, str(tmp_path / "hot"), False):
+        assert found.keys() == expected.keys()
+        assert max(relative_error(found[n], expected[n]) for n in expected) <= 1e-9

@@ -94,7 +94,9 @@ def with_dropout(family, **dropouts):
 
 def hybrid_lora():
     """Layers that run one sequence of a pack at a time, with adapters."""
-    model = get_peft_model(tiny_model_of("minimax"), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.2))
+    # PEFT takes no dropout beside fused experts, which all-linear adapts, too
+    attention = ["q_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "output_gate"]
+    model = get_peft_model(tiny_model_of("minimax"), LoraConfig(r=2, target_modules=attention, lora_dropout=0.2))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(parameter.numel()))
@@ -116,6 +118,7 @@ def gpt2():
 MODELS = {
     "lora": lambda: tiny_lora("llama_gqa_bias", torch.float64, lora_dropout=0.3),
     "lora fused": lambda: tiny_lora("phi3_fused", torch.float64, lora_dropout=0.1),
+    "dora": lambda: tiny_lora("llama_gqa_bias", torch.float64, lora_dropout=0.3, use_dora=True),
     "hybrid lora": hybrid_lora,
     "gpt_neox": lambda: with_dropout("gpt_neox", hidden_dropout=0.2),
     "phi": lambda: with_dropout("phi", resid_pdrop=0.2, embd_pdrop=0.1, attention_dropout=0.3),
@@ -134,6 +137,7 @@ CASES = {
     "lora, saving memory": ("lora", "dp4+rc:12@32,dp2tp2+sp:30@32,tp2pp2+sp+rc:60@66", {}),
     "lora, padded": ("lora", "dp2pp2:30@32,pp4:60", {"pipeline_schedule": "1f1b"}),
     "lora fused": ("lora fused", "dp2tp2+sp:16@32,tp4+rc:60", {}),
+    "dora": ("dora", "dp4+rc:8@24,dp2tp2:16@32,tp2pp2+sp:60@66", {}),
     "hybrid lora": ("hybrid lora", "dp4:8@24,dp2tp2+rc:16@32,tp2pp2:60@66", {}),
     "gpt_neox": ("gpt_neox", "dp4:8@24,dp2tp2:16@32,tp2pp2+rc:60@66", {}),
     "gpt_neox, sequence parallel": ("gpt_neox", "dp2tp2+sp:30@32,tp4+sp+rc:60@64", {}),

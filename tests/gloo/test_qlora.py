@@ -73,11 +73,25 @@ CASES = {
     "whole weights": (LLAMA, "dp2:10@32,tp2:20@32,tp2+sp:60", {}, {}),
     "other blocks": ("llama_uneven", "tp2:20@40,cp2:60", {}, PLAIN),
 }
+BESIDE = {
+    "dora": (LLAMA, "dp2+z3:10@32,tp2:20@32,tp2+sp:60", WIDE, {"lora": {"use_dora": True}}),
+    "dora, whole weights": (LLAMA, "tp2:16@40,cp2:60", {}, {**PLAIN, "lora": {"use_dora": True, "target_modules": ["o_proj", "up_proj"]}}),
+    "copies, tied": (QWEN, "tp2:16@32,pp2:60", WIDE, {"lora": {"modules_to_save": ["embed_tokens", "norm"], "ensure_weight_tying": True}}),
+    "rows, bias": (LLAMA, "tp2:16@32,pp2:60", WIDE, {"lora": {"trainable_token_indices": [3, 40], "lora_bias": True}}),
+    "ends": (LLAMA, "tp2:16@32,pp2:60", WIDE, {"lora": {"target_modules": ["embed_tokens", "lm_head", "o_proj"]}}),
+}  # fmt: skip
+"""What adapters have beside their factors, on 4-bit bases."""
 
 
 def test_gradients():
     errors = run_ranks(2, step_errors, CASES)[0]
     print(errors)
+    assert 0 < max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.slow
+def test_gradients_of_what_adapters_have_beside_their_factors():
+    errors = run_ranks(2, step_errors, BESIDE, timeout=280)[0]
     assert 0 < max(errors.values()) <= 1e-5, errors
 
 

@@ -320,12 +320,12 @@ def preferences(model, rank, refer):
     return -functional.logsigmoid(0.1 * (margin[0::2] - margin[1::2])).mean()
 
 
-def references(rank, world_size, buckets):
+def references(rank, world_size, buckets, lora):
     """DPO whose reference is the model without its adapter, and one whose reference is a second model."""
     found = []
     plain, model = (
-        tiny_lora("llama_gqa_bias", torch.float64),
-        switched(tiny_lora("llama_gqa_bias", torch.float64), buckets),
+        tiny_lora("llama_gqa_bias", torch.float64, **lora),
+        switched(tiny_lora("llama_gqa_bias", torch.float64, **lora), buckets),
     )
 
     def without_adapter(model, batch):
@@ -369,15 +369,40 @@ def references(rank, world_size, buckets):
     return found, message, refused, list(frozen.parameters())
 
 
+BESIDE = {"use_dora": True, "trainable_token_indices": [3, 40], "target_modules": ["o_proj", "lm_head"]}
+
+
 @pytest.mark.parametrize(
-    "buckets", ["dp2:14@64,tp2:64@96", pytest.param("pp2:14@64,dp2+z3:64@96", marks=pytest.mark.slow)]
+    ("buckets", "lora"),
+    [
+        ("dp2:14@64,tp2:64@96", {}),
+        pytest.param("pp2:14@64,dp2+z3:64@96", {}, marks=pytest.mark.slow),
+        pytest.param("tp2:14@64,pp2:64@96", BESIDE, marks=pytest.mark.slow),
+    ],
 )
-def test_references_are_the_model_without_its_adapter_or_a_second_model(buckets):
-    for found, error, refused, parameters in run_ranks(2, references, buckets):
+def test_references_are_the_model_without_its_adapter_or_a_second_model(buckets, lora):
+    for found, error, refused, parameters in run_ranks(2, references, buckets, lora):
         assert max(found) <= 1e-11
         assert "adapters are switched off" in error
         assert "not built like the first" in refused
         assert not parameters
+
+
+def copies_off(rank, world_size):
+    """The adapter switched off beside a trained copy of the head, whose original replicas do not have."""
+    model = switched(tiny_lora("llama_gqa_bias", torch.float64, modules_to_save=["lm_head"]), "dp2:64@96")
+    with pytest.raises(UnsupportedError, match=r"trains copies of 'lm_head'.*give the reference as a separate model"):
+        preferences(model, rank, lambda m, b: _without(m, b))
+    model.close()
+
+
+def _without(model, batch):
+    with model.module.disable_adapter():
+        return scores(model, batch)[0].sum(1)
+
+
+def test_a_reference_without_trained_copies_is_refused():
+    run_ranks(2, copies_off)
 
 
 COEFFICIENT = 0.7

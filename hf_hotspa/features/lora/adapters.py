@@ -373,6 +373,12 @@ def _refuse_other_copies(bare: nn.Module, path: str, module: Any, packed: Mappin
     """Raises an error unless a wrapper trains a copy of a linear layer, an embedding or a norm, or rows of an embedding."""
     place = place_inside(module) or ""
     if place.startswith("token_adapter."):
+        if not isinstance(layer := module.token_adapter.base_layer, nn.Embedding | nn.Linear):
+            raise UnsupportedError(
+                f"trainable_token_indices has {path!r}, a {type(layer).__name__}",
+                why="PEFT trains rows of plain embeddings and heads, without an adapter on them",
+                fix="leave it out of target_modules",
+            )
         return
     base, parent = base_layer(module), bare.get_submodule(path.rpartition(".")[0])
     is_plain = isinstance(base, nn.Linear | nn.Embedding) or "norm" in type(base).__name__.lower()
