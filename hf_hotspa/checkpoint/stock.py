@@ -15,6 +15,7 @@ them.
 import io
 import itertools
 import random
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -319,7 +320,10 @@ def _check_adapter(files: WeightFiles, shapes: Mapping[str, tuple[int, ...]], fr
 
 
 def _is_frozen(name: str, files: WeightFiles, master: MasterStore) -> bool:
-    """Whether a tensor is a frozen weight of the run: PEFT saves a copy of an embedding's with an adapter."""
+    """Whether a tensor is a frozen weight of the run, or replaced by a trained copy: PEFT saves an embedding's with an
+    adapter."""
+    if re.search(r"\.(original_module|modules_to_save)\.", name):
+        return True
     share = master.shares.get(name)
     if share is None or share.spec.trainable or files.tensors[name].shape != share.spec.shape:
         return False

@@ -233,6 +233,20 @@ def named_adapter(seed: int = 0) -> Any:
     return tiny_lora("llama_gqa_bias", seed=seed, adapter_name="mine")
 
 
+_BESIDE = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"], "use_dora": True}
+
+
+def adapter_with_copies(seed: int = 0) -> Any:
+    model = tiny_lora(
+        "llama_gqa_bias", **_BESIDE
+    )  # the base is the same: PEFT saves an adapted embedding's weights, too
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1 + seed)
+    return model
+
+
 def adapter(family: str, **config: Any) -> Callable[[Kit], Seen]:
     def run(kit: Kit) -> Seen:
         from peft import PeftModel
@@ -290,6 +304,8 @@ MOVES: tuple[Move, ...] = (
     Move("resuming with such an adapter", resumed(True, model=named_adapter)),
     Move("the same from a checkpoint of the stock `Trainer`", from_stock(2, model=named_adapter)),
     Move("the other way, to the stock `Trainer`, with `hotspa_stock_checkpoints=True`", to_stock(2, model=named_adapter)),
+    Move("an adapter with DoRA, on the embedding, and with `modules_to_save`, from there", from_stock(2, model=adapter_with_copies)),
+    Move("the same to the stock `Trainer`", to_stock(2, model=adapter_with_copies)),
     Move("the best adapter at the end, with `save_only_model`", best_adapter),
     Move("a tokenizer that only the collator has, in checkpoints and in `save_model`", tokenizer_of_the_collator),
     Move("`resume_from_checkpoint=True`", resumed(True)),

@@ -302,9 +302,13 @@ def _refuse_idle(model: nn.Module, name: str) -> None:
 
 
 def _refuse_resized(model: nn.Module, config: "LoraConfig") -> None:
-    """Raises an error if PEFT saves the embeddings with the adapter, as the saved base has another number of them."""
+    """Raises an error if PEFT saves the embeddings with the adapter, as the saved base has another number of them, and
+    they are not trained copies, which checkpoints hold."""
     base, size = config.base_model_name_or_path, getattr(model.config, "vocab_size", None)
     if not base or size is None:
+        return
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    if all((place_inside(end) or "").startswith("modules_to_save.") for end in ends):
         return
     try:
         known = type(model.config).from_pretrained(base, local_files_only=True).vocab_size
@@ -314,7 +318,8 @@ def _refuse_resized(model: nn.Module, config: "LoraConfig") -> None:
         raise UnsupportedError(
             f"the model has {size} embeddings, and its base {base!r} has {known}",
             why="PEFT saves resized embeddings with the adapter, and checkpoints hold the adapter's own weights",
-            fix="save the resized model (save_pretrained), load it from its folder, and make the adapter on that",
+            fix="save the resized model (save_pretrained), load it from its folder, and make the adapter on that; or train "
+            "both ends (modules_to_save)",
         )
 
 
@@ -376,8 +381,8 @@ def _refuse_other_copies(bare: nn.Module, path: str, module: Any, packed: Mappin
         if not isinstance(layer := module.token_adapter.base_layer, nn.Embedding | nn.Linear):
             raise UnsupportedError(
                 f"trainable_token_indices has {path!r}, a {type(layer).__name__}",
-                why="PEFT trains rows of plain embeddings and heads, without an adapter on them",
-                fix="leave it out of target_modules",
+                why="PEFT trains rows of plain embeddings and heads, without an adapter or a trained copy of them",
+                fix="leave it out of target_modules and modules_to_save",
             )
         return
     base, parent = base_layer(module), bare.get_submodule(path.rpartition(".")[0])
