@@ -4,13 +4,18 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import BitsAndBytesConfig
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
 from tests.families import tiny_model
 from tests.lora import BESIDE, KNOWN
 from tests.tiny_families import tiny_model_of
 
+EIGHT_BITS = {
+    "int8": BitsAndBytesConfig(load_in_8bit=True), "int8_weight_only": TorchAoConfig(Int8WeightOnlyConfig()),
+}  # fmt: skip
+"""Configs of 8-bit bases by form."""
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16}
 """Sizes of which tp 2 cuts whole blocks of 64."""
 

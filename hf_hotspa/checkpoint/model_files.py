@@ -478,6 +478,18 @@ def merge(
     return sorted(target.glob("*.safetensors"))
 
 
+def _dequantized(model: Any, dtype: torch.dtype) -> Any:
+    try:
+        return model.dequantize(dtype)
+    except NotImplementedError:  # transformers leaves it to weights of a library's class
+        for module in model.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if type(weight) is not torch.nn.Parameter:
+                    setattr(module, name, torch.nn.Parameter(weight.dequantize().to(dtype)))
+        model.hf_quantizer.remove_quantization_config(model)
+        return model
+
+
 def _loaded(name: str | None, quantization: str | None, double: bool, dtype: str | None) -> Any:
     """The base in plain weights, dequantized if it is packed."""
     if name in (None, "", "None"):  # PEFT writes "None" for a model without a name
@@ -500,11 +512,11 @@ def _loaded(name: str | None, quantization: str | None, double: bool, dtype: str
         ) from error
     if not is_packed and quantization is None:
         return model
-    model = model.dequantize(kind)
+    model = _dequantized(model, kind)
     # transformers 5.23 cannot revert the reading of codes, and plain weights do not need it
     model._weight_conversions = [
         c
         for c in model._weight_conversions
-        if not any("4bit" in type(op).__name__ for op in getattr(c, "operations", ()))
+        if not any(type(op).__module__.startswith("transformers.integrations.") for op in getattr(c, "operations", ()))
     ]
     return model

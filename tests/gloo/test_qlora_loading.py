@@ -8,13 +8,13 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.features.four_bit.open_qlora import open_qlora
 from hf_hotspa.model.model_check import frozen_digest
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
-from tests.qlora import WIDE
+from tests.qlora import EIGHT_BITS, WIDE
 from tests.training_runs import contents, make_trainer
 from tests.worlds import make_engine, make_mini_batch
 
@@ -28,6 +28,7 @@ CASES = {
         {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     ),
     "fp4": ("qwen3_qk_norm_tied", WIDE, torch.float32, {"bnb_4bit_quant_type": "fp4"}),
+    "8 bits": ("llama_gqa_bias", WIDE, torch.bfloat16, {"load_in_4bit": False, "load_in_8bit": True}),
     "other blocks": (
         "llama_uneven",
         {},
@@ -42,7 +43,7 @@ def engines(rank, world_size, folder):
     """What differs, by case, between the engine of a model in memory and that of one that is read."""
     wrong = []
     for name, (_, _, dtype, options) in CASES.items():
-        config, path = BitsAndBytesConfig(load_in_4bit=True, **options), Path(folder) / name
+        config, path = BitsAndBytesConfig(**{"load_in_4bit": True, **options}), Path(folder) / name
         torch.manual_seed(3)
         base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=config)
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
@@ -64,6 +65,12 @@ def engines(rank, world_size, folder):
         assert len(kept) == len(slices)
         assert len(kept) > 40
     return wrong
+
+
+def test_other_configs_cannot_quantize_while_weights_are_read(tmp_path):
+    tiny_model("llama_gqa_bias").save_pretrained(tmp_path)
+    with pytest.raises(HotspaConfigError, match="TorchAoConfig cannot quantize while weights are read"):
+        open_qlora(tmp_path, LoraConfig(**LORA), EIGHT_BITS["int8_weight_only"])
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_hotspa.calibrate.model_calibration as calibration_of
@@ -12,9 +13,10 @@ from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.packed_linears import unpacked
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.model.packed_layer import stored_tensors
 from tests.gloo.test_fully_sharded_memory import Allocated
 from tests.harness import run_ranks
-from tests.qlora import tiny_qlora
+from tests.qlora import EIGHT_BITS, tiny_qlora
 from tests.worlds import make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
@@ -43,7 +45,8 @@ class Dequantized(Allocated):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self._made = {key: each for key, each in self._made.items() if not each[0].expired()}
-        if func.namespace == "bitsandbytes" and "dequantize" in func.name():
+        of_codes = func is torch.ops.aten._to_copy.default and args[0].dtype == torch.int8
+        if of_codes or (func.namespace == "bitsandbytes" and "dequantize" in func.name()):
             storage = out.untyped_storage()
             self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
             self.count += 1
@@ -55,11 +58,13 @@ def rows_of(length, count):
     return [{"input_ids": ids, "labels": ids} for n in range(count) for ids in [[n + 1] * length]]
 
 
-def dequantized(rank, world_size, strategies):
+def dequantized(rank, world_size, strategies, form):
     """By strategy: the most bytes of dequantized weights at a time, and how many were made in a step."""
     found = {}
     for strategy in strategies:
-        engine = make_engine(tiny_qlora(FAMILY, model=SIZES, lora=LORA), f"{strategy}:24@24")
+        engine = make_engine(
+            tiny_qlora(FAMILY, model=SIZES, lora=LORA, quantization=EIGHT_BITS.get(form)), f"{strategy}:24@24"
+        )
         mini_batch = make_mini_batch(engine, rows_of(24, 2 * world_size))
         with Dequantized() as counted:
             engine.forward_backward(mini_batch)
@@ -70,8 +75,9 @@ def dequantized(rank, world_size, strategies):
 
 
 @pytest.mark.slow
-def test_one_dequantized_weight_at_a_time():
-    for found in run_ranks(2, dequantized, ["tp2+rc", "dp2+z3"]):
+@pytest.mark.parametrize("form", ["nf4", *EIGHT_BITS])
+def test_one_dequantized_weight_at_a_time(form):
+    for found in run_ranks(2, dequantized, ["tp2+rc", "dp2+z3"], form):
         for strategy, (most, count, weights) in found.items():
             assert count >= 2 * 7 * SIZES["num_hidden_layers"] / 2, strategy  # forward and backward
             assert most == 4 * weights == 4 * 256 * 768 / (2 if "tp2" in strategy else 1), strategy
@@ -101,20 +107,21 @@ class Tracked:
         return self._mode.peak
 
 
-def peaks(rank, world_size, folder, lengths):
+def peaks(rank, world_size, folder, lengths, form):
     """By strategy and length: bytes that a step takes, and those of the memory model; without the optimizer."""
     calibration_of.PeakMemory = probe.PeakMemory = Tracked
-    config = tiny_qlora(FAMILY, model=SIZES, lora=LORA).config
+    given = {"model": SIZES, "lora": LORA, "quantization": EIGHT_BITS.get(form)}
+    config = tiny_qlora(FAMILY, **given).config
     procedure = Procedure(1, max(lengths), max(lengths))
-    calibration = calibrate(config, base=FrozenBase("nf4", LORA["r"]), cache=Path(folder), procedure=procedure)
+    calibration = calibrate(config, base=FrozenBase(form, LORA["r"]), cache=Path(folder), procedure=procedure)
     found = {}
     for strategy in dict.fromkeys((f"dp{world_size}", f"dp{world_size}+rc", f"tp{world_size}", f"dp{world_size}+z3")):
         for length in lengths:
-            model = tiny_qlora(FAMILY, model=SIZES, lora=LORA)
+            model = tiny_qlora(FAMILY, **given)
             engine = make_engine(model, f"{strategy}:{length}@{length}", staging_bytes=1 << 16)
             store = [share for share in engine.master.weights + engine.master.gradients if share is not None]
             mini_batch = make_mini_batch(engine, rows_of(length, world_size))
-            with Beside([*store, *model.state_dict().values()]) as allocated:
+            with Beside([*store, *(tensor for _, tensor in stored_tensors(model))]) as allocated:
                 engine.forward_backward(mini_batch)
             sizes = ModelSizes(engine.description.shape, "float32", vector=engine.description.vector)
             memory = calibration.memory_model(sizes, MemoryOptions(switch_bytes=2 << 16))
@@ -127,9 +134,9 @@ def peaks(rank, world_size, folder, lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_peaks_are_those_of_the_memory_model(world, tmp_path):
-    for found in run_ranks(world, peaks, str(tmp_path), [256, 1024], timeout=500):
+@pytest.mark.parametrize(("world", "form"), [(1, "nf4"), (2, "nf4"), (2, "int8"), (2, "int8_weight_only")])
+def test_peaks_are_those_of_the_memory_model(world, form, tmp_path):
+    for found in run_ranks(world, peaks, str(tmp_path), [256, 1024], form, timeout=500):
         print(*(f"{case}: {a / b:.3f}" for case, (a, b) in found.items()), sep="\n")
         off = {case: taken / predicted - 1 for case, (taken, predicted) in found.items()}
         assert all(abs(share) <= 0.05 for share in off.values()), off

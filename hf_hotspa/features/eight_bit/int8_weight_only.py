@@ -52,12 +52,6 @@ class Int8Weights(RowCodes):
         rows, columns = self.shape
         return nn.Linear(columns, rows, self.bias, device="meta")
 
-    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        from torchao.quantization import Int8Tensor, PerRow
-
-        made = Int8Tensor.from_hp(weight, PerRow())
-        return made.qdata, made.scale
-
 
 def read_int8_weights(model: nn.Module) -> dict[str, Int8Weights]:
     """The layers of the user's model by name; others of torchao are left out, and so not accepted."""

@@ -114,7 +114,7 @@ class RowCodes:
         return made[start - first * each : stop - first * each]
 
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of rows of the weight, as of the library."""
+        """Codes and scales of rows of the weight, as of the library; of forms that `open_qlora` makes."""
         raise NotImplementedError
 
 

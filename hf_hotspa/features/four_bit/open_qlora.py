@@ -1,4 +1,4 @@
-"""`open_qlora`: a base in 4 bits below an adapter, too large for one process, whose weights are quantized while they are read."""
+"""`open_qlora`: a quantized base below an adapter, too large for one process, whose weights are quantized while they are read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,11 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.quantizers import AutoHfQuantizer
 
+from hf_hotspa.costs.terms import packed_forms
 from hf_hotspa.engine.loading import open_model
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
+from hf_hotspa.model.packed_layer import packed_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 def open_qlora(
     folder: str | Path, adapter: "LoraConfig", quantization: BitsAndBytesConfig, experts: bool = False
 ) -> Any:
-    """Makes the `PeftModel` for a folder of plain weights (`hotspa_model_path`). Its base will be in 4 bits and has no
+    """Makes the `PeftModel` for a folder of plain weights (`hotspa_model_path`). Its base will be quantized, and has no
     weights yet.
 
     `get_peft_model(prepare_model_for_kbit_training(...))` draws the adapter's factors from torch's random state; set
@@ -30,7 +32,7 @@ def open_qlora(
     Args:
         folder: With unquantized weights.
         adapter: A `LoraConfig`.
-        quantization: With `load_in_4bit`.
+        quantization: With `load_in_4bit`, or for another form that bitsandbytes quantizes to.
         experts: Whether fused experts are quantized, too (`quantize_experts`).
 
     Raises:
@@ -38,15 +40,17 @@ def open_qlora(
     """
     from peft import get_peft_model, prepare_model_for_kbit_training
 
-    if not quantization.load_in_4bit:
-        raise HotspaConfigError(
-            "only the 4-bit quantization of bitsandbytes can run while weights are read",
-            fix="use BitsAndBytesConfig(load_in_4bit=True)",
-        )
     model = open_model(Path(folder).expanduser())
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=None)
-    model.is_loaded_in_4bit, model.hf_quantizer = True, quantizer  # for PEFT and the Trainer
+    if not packed_layers(model):
+        raise HotspaConfigError(
+            f"{type(quantization).__name__} cannot quantize while weights are read",
+            fix=f"use {' or '.join(forms.load for forms in packed_forms())}",
+        )
+    for bits in (4, 8):  # for PEFT and the Trainer
+        setattr(model, f"is_loaded_in_{bits}bit", getattr(quantization, f"load_in_{bits}bit"))
+    model.hf_quantizer = quantizer
     model.config.quantization_config = quantization
     if experts:
         quantize_experts(model, quantization)
