@@ -1,4 +1,4 @@
-"""Writes the table of QLoRA of docs/lora.md: `python docs/qlora_table.py`. From data sheets and the memory model only."""
+"""Writes the table of QLoRA of docs/quantized-bases.md: `python docs/qlora_table.py`. From data sheets and the memory model only."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.offers import CHUNK_SIZES
 from hf_hotspa.search.setup import Setup, make_plan
 
-PAGE = Path(__file__).parent / "lora.md"
+PAGE = Path(__file__).parent / "quantized-bases.md"
 BEGIN, END = "<!-- begin: python docs/qlora_table.py -->\n", "<!-- end -->\n"
 _LLAMA = {"model_type": "llama", "max_position_embeddings": 1 << 30, "vocab_size": 128256, "num_key_value_heads": 8}
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}

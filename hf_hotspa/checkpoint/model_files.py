@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -478,7 +478,7 @@ def merge(
     return sorted(target.glob("*.safetensors"))
 
 
-def _dequantized(model: Any, dtype: torch.dtype) -> Any:
+def _dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     try:
         return model.dequantize(dtype)
     except NotImplementedError:  # transformers leaves it to weights of a library's class

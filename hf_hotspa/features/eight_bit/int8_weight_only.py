@@ -6,13 +6,16 @@ keeps no codes in that dtype for the backward pass.
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_hotspa.features.eight_bit.row_codes import SCALES, RowCodes
 from hf_hotspa.model.packed_product import LinearProduct
+
+if TYPE_CHECKING:
+    from torchao.quantization import Int8Tensor
 
 
 class CodesProduct(LinearProduct):
@@ -65,7 +68,7 @@ def read_int8_weights(model: nn.Module) -> dict[str, Int8Weights]:
     }
 
 
-def _is_by_rows(weight: Any) -> bool:
+def _is_by_rows(weight: "Int8Tensor") -> bool:
     """Whether weights alone are quantized, symmetrically, with a scale for each row."""
     rows, columns = weight.shape
     asymmetric = weight.zero_point is not None and bool(weight.zero_point.any())
