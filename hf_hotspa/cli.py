@@ -110,6 +110,7 @@ _SETUP = {  # what `_setup` reads, except the hardware
     "--optim NAME": f"the optimizer, as in TrainingArguments, such as {next(iter(reduced_states()), 'sgd')}, for its state's size "
     "(default: %(default)s)",
     "--task": "what is trained; with dpo a step also scores its rows, and with a reference (default: %(default)s)",
+    "--teacher MODEL": "the teacher of --task distill, as --model",
     "--grad-accum-dtype": "dtype in which micro-batches add up gradients",
     "--grad-wire-dtype": "dtype in which gradients travel to the master store (auto: the accumulation dtype)",
     "--pipeline-schedule": "hotspa_pipeline_schedule: gpipe holds more tokens than the others, up to a bucket's limit",
@@ -206,7 +207,7 @@ def _setup(args: argparse.Namespace) -> Setup:
     )
 
 
-_OPTIONS = ("dtype", "lora", "quantization", "recompute", "sequence_parallel", "optim", "task")
+_OPTIONS = ("dtype", "lora", "quantization", "recompute", "sequence_parallel", "optim", "task", "teacher")
 
 
 def _print(result: Any, args: argparse.Namespace, text: Callable[[Any], str]) -> None:

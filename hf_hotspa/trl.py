@@ -14,12 +14,11 @@ makes such a class from a subclass of a TRL trainer.
 import dataclasses
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import cache, partial
 from importlib import import_module
-from itertools import count
 from math import ceil
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -30,16 +29,21 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.checkpoint.tensors import saved_tensors
+from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.terms import Scoring
 from hf_hotspa.data.collator import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, ResumeError, UnsupportedError
 from hf_hotspa.model.model_check import weights_digest
+from hf_hotspa.model.specs import describe_model, dtype_name
+from hf_hotspa.parallel.loss import IGNORE
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
-from hf_hotspa.switched.calls import EveryToken
+from hf_hotspa.switched.calls import Compared, EveryToken
 from hf_hotspa.switched.model import FrozenModel, SwitchedModel
 from hf_hotspa.switched.model_object import guard, release, structure_only
+from hf_hotspa.switched.teacher import Teacher
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.events import CallbackEvents
+from hf_hotspa.trainer.generating import ExpectedLengths
 from hf_hotspa.trainer.protocol import HasRun
 from hf_hotspa.trainer.resuming import Resumption
 from hf_hotspa.trainer.run import Run
@@ -48,6 +52,8 @@ from hf_hotspa.typed import reading_state
 from hf_hotspa.versions import version_of
 
 if TYPE_CHECKING:
+    from trl.trainer.distillation_config import DistillationConfig
+    from trl.trainer.distillation_trainer import DistillationTrainer
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.grpo_config import GRPOConfig
@@ -61,27 +67,33 @@ if TYPE_CHECKING:
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-EXPERIMENTAL = ("ORPO", "CPO", "TPO")  # supported trainers of `trl.experimental`, each in a module of its name
 OF_PADDING = ("ORPO", "CPO")  # two of their metrics are means over padding, too (`OverLogits`)
-TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward", *EXPERIMENTAL)  # TRL's supported trainers
+TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward", "Distillation")  # TRL's supported trainers
 OF_OLDER = ("SFT", "DPO")  # those that were tried with TRL 1.9 to 1.15
 ONLINE = ("GRPO", "RLOO")  # trainers that generate their training data (`OverOnline`)
 _OF_BATCH = "generated."  # prefix of the names of a generation batch's tensors in a checkpoint
-UNSUPPORTED = {  # TRL's unsupported trainers: why, and what to do
-    "Distillation": ("its loss reads hidden states, which no rank has for a whole row", "use TRL's own class"),
+EXPERIMENTAL = {  # trainers of `trl.experimental`, and their modules there
+    "ORPO": "orpo", "CPO": "cpo", "TPO": "tpo", "GKD": "gkd", "ServerDistillation": "server_distillation",
+    "GOLD": "gold", "SDFT": "sdft", "SDPO": "sdpo", "IWOPD": "iw_opd", "OnlineDPO": "online_dpo",
+    "AsyncDistillation": "async_distillation", "AsyncGRPO": "async_grpo",
+}  # fmt: skip
+FRONTS = {
+    "Distillation": "OverDistillation",
+    "ServerDistillation": "OverServer",
+    "GKD": "OverGKD",
+}  # in `trl_distillation`
+UNSUPPORTED = {  # of these: why, and what to do
+    "GOLD": ("its loss compares two vocabularies, by the text of their tokens", "use GKD, or TRL's own class"),
+    "SDFT": ("its teacher follows the trained weights", "use TRL's own class"),
+    "SDPO": ("its teacher follows the trained weights", "use TRL's own class"),
+    "IWOPD": ("it was not tried", "use Distillation, or TRL's own class"),
+    "OnlineDPO": ("it was not tried", "use GRPO, or TRL's own class"),
+    "AsyncDistillation": ("a thread generates while the weights change", "use Distillation, or TRL's own class"),
+    "AsyncGRPO": ("a thread generates while the weights change", "use GRPO, or TRL's own class"),
 }
 __all__ = [
-    "DPOConfig",
-    "DPOTrainer",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "KTOConfig",
-    "KTOTrainer",
-    "RLOOConfig",
-    "RLOOTrainer",
-    "RewardConfig",
-    "RewardTrainer",
-    "SFTConfig",
+    "DPOConfig", "DPOTrainer", "DistillationConfig", "DistillationTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer",
+    "RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig",
     "SFTTrainer",
 ]  # fmt: skip
 
@@ -115,7 +127,7 @@ class RunOverTRL(Run):
     given_reference: Any = None
     digest = ""  # of the reference before callbacks
     # the trained model, and its reference
-    pair: tuple[SwitchedModel | None, FrozenModel | SwitchedModel | None] = None, None
+    pair: tuple[SwitchedModel | None, FrozenModel | SwitchedModel | Teacher | None] = None, None
 
     def check(self, given: Mapping[str, Any]) -> None:
         _check_supported(of_trl(type(self.trainer))[0], given.get("model"), self.trainer.args, given)
@@ -140,7 +152,7 @@ class RunOverTRL(Run):
             self.pair = trained, frozen
         return frozen
 
-    def _frozen(self, reference: Any, trained: SwitchedModel) -> FrozenModel | SwitchedModel:
+    def _frozen(self, reference: nn.Module, trained: SwitchedModel) -> FrozenModel | SwitchedModel | Teacher:
         reference = self.trainer.accelerator.unwrap_model(reference, keep_fp32_wrapper=False).to("cpu")
         try:
             return trained.frozen(reference)
@@ -221,14 +233,14 @@ class OverTRL(SwitchedMixin, _ByName):
 
     @classmethod
     def hotspa_check_class(cls) -> None:
-        """Raises `UnsupportedError` for trainers of TRL other than `TRAINERS`."""
+        """Raises `UnsupportedError` for trainers of TRL that are not supported."""
         kind, base = of_trl(cls)
-        if kind not in TRAINERS:
+        if kind in UNSUPPORTED or kind not in (*TRAINERS, *EXPERIMENTAL):
             why, fix = UNSUPPORTED.get(
                 kind, ("it was not tried", f"use one of {', '.join(TRAINERS)}, or TRL's own class")
             )
             raise UnsupportedError(f"TRL's {base.__name__} over a switched model", why=why, fix=fix)
-        if kind not in (OF_OLDER if is_older() else TRAINERS) or older_than(1, 9):
+        if kind not in (OF_OLDER if is_older() else (*TRAINERS, *EXPERIMENTAL)) or older_than(1, 9):
             raise UnsupportedError(
                 f"{base.__name__} of TRL {version_of('trl')} over a switched model",
                 why=f"{', '.join(OF_OLDER)} were tried from TRL 1.9, the others from 1.16",
@@ -282,6 +294,16 @@ class OverLogits(OverTRL):
         super().store_metrics(metrics, *args, **kwargs)
 
 
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Keeps the random generators unchanged by what is done inside."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state, "the start of the engine")
+
+
 class _Generates(HasRun, Protocol):
     """What is read and set of a trainer of TRL that generates its training data."""
 
@@ -307,20 +329,21 @@ class RunOnline(RunOverTRL):
         """Keeps the random generators unchanged, as TRL shuffles and samples with them."""
         if self.model is not None:
             return super().start(loader)
-        state = random_state()
-        try:
+        with same_random_numbers():
             return super().start(loader)
-        finally:
-            set_random_state(state, "the start of the engine")
 
     def loader(self, loader: Any) -> Any:
         return ExpectedLengths(self.trainer, super().loader(loader))
 
     @property
+    def steps_of_batch(self) -> int:
+        """Training batches of a generation batch."""
+        return int(vars(self.trainer.args)["steps_per_generation"] * self.trainer.num_iterations)
+
+    @property
     def is_inside_batch(self) -> bool:
         """Whether rows of a generation batch are left to train."""
-        every = vars(self.trainer.args)["steps_per_generation"] * self.trainer.num_iterations
-        return bool(self.trainer._step % every)
+        return bool(self.trainer._step % self.steps_of_batch)
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """With the generation batch, unless it is used up."""
@@ -428,7 +451,7 @@ class OverOnline(OverTRL):
 
 
 @contextmanager
-def _weights(trainer: OverOnline, whole: bool) -> Iterator[None]:
+def _weights(trainer: OverTRL, whole: bool) -> Iterator[None]:
     """Inside, calls run on the model object itself, as ranks generate different numbers of tokens."""
     switched = trainer.switched
     # vLLM gets the base weights with the adapter merged in
@@ -538,8 +561,10 @@ def _scoring(
     values = vars(args)
     if kind == "SFT":  # one pass for logits, one for metrics
         return Scoring(2 if values["label_smoothing_factor"] or given.get("compute_loss_func") is not None else 0)
-    if kind in ("Reward", *EXPERIMENTAL):  # their losses read outputs of rows, or logits
+    if kind in ("Reward", "ORPO", "CPO", "TPO", "ServerDistillation"):  # losses that read outputs of rows, or logits
         return Scoring(1)
+    if kind in FRONTS:
+        return Scoring(1, reference=True)
     adapted = is_wrapped(model) or given.get("peft_config") is not None
     if kind in ONLINE:
         has_routers = hasattr(getattr(model, "config", None), "output_router_logits")
@@ -616,25 +641,6 @@ def first_seeds(trainer: OverOnline, inputs: Mapping[str, Any]) -> Tensor | None
     return torch.nn.functional.pad(-of_row * mask, (inputs["prompt_ids"].shape[1] - 1, 0))
 
 
-class ExpectedLengths:
-    """A loader of batches with expected lengths, for `auto`: real prompts, and completions from an eighth of the
-    maximum length to all of it. Generated lengths may lead to another plan later.
-    """
-
-    def __init__(self, trainer: HasRun, loader: Any) -> None:
-        self._made_by: Any = trainer  # TRL's methods
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        number, most = count(), self._made_by.max_completion_length
-        for batch in self._loader:
-            prompts = [row["prompt"] for row in batch if "prompt" in row]  # an environment may own them
-            ids = self._made_by._tokenize_prompts(prompts)[0] if prompts else [[0] for _ in batch]
-            lengths = [len(of_row) + max(most * (1 + next(number) % 8) // 8, 1) for of_row in ids]
-            mask = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
-            yield {"input_ids": torch.zeros(mask.shape, dtype=torch.int64), "attention_mask": mask.long()}
-
-
 # -- the weights for vLLM ---------------------------------------------------------------------------------------------
 
 
@@ -683,12 +689,174 @@ def _merged(trainer: OverOnline, model: nn.Module) -> Iterator[tuple[str, Tensor
         yield fix(name, extra_prefixes=["modules_to_save.default."]), value
 
 
+# -- teachers ---------------------------------------------------------------------------------------------------------
+
+# A teacher (`switched.teacher`) has the student's strategies, whatever its size. The divergence of each token comes from
+# there; its gradient is known beforehand, up to a factor, so that a batch is trained at once.
+
+
+class RunTaught(RunOverTRL):
+    """The `Run` of a trainer with a teacher. Its reference is the teacher, which is ready when training begins."""
+
+    def start(self, loader: object = None) -> SwitchedModel:
+        trainer = self.trainer
+        if self.model is None and self.given_reference is not None:
+            bf16 = torch.bfloat16 if trainer.args.bf16 else None
+            own, other = (_sizes(model, bf16) for model in (trainer.model, self.given_reference))
+            trainer.args.scoring = Scoring().taught(own, other)
+        made = super().start(loader)
+        if self.given_reference is not None and self.pair[0] is not made:
+            with same_random_numbers():
+                self.pair = made, self._frozen(self.given_reference, made)
+        return made
+
+    def _frozen(self, reference: nn.Module, trained: SwitchedModel) -> Teacher:
+        reference = self.trainer.accelerator.unwrap_model(reference, keep_fp32_wrapper=False)
+        if is_wrapped(reference):
+            raise UnsupportedError(
+                "a teacher with an adapter",
+                why="its layers run as the model's own class does",
+                fix="give teacher.merge_and_unload()",
+            )
+        if not vars(self.trainer.args).get("seq_kd"):  # then it generates itself
+            reference.to("cpu")
+        return Teacher(reference, trained.engine)
+
+    def compared(
+        self, model: nn.Module, batch: dict[str, Tensor], items: float | Tensor, beta: float, temperature: float = 1.0
+    ) -> Compared:
+        """The comparison of a batch with labels, for a loss that is the sum of divergences over `items`."""
+        against = cast(Teacher, self.pair[1]).against(beta, temperature)
+        given: dict[str, Any] = {**batch, "against": against}
+        if torch.is_grad_enabled():
+            given["expected_seeds"] = (batch["labels"][:, 1:] != IGNORE).double() / float(items)
+        return cast(Compared, model(**given))
+
+
+def _sizes(model: nn.Module, compute_dtype: torch.dtype | None) -> ModelSizes:
+    description = describe_model(model, compute_dtype)
+    return ModelSizes(description.shape, dtype_name(description.compute_dtype), vector=description.vector)
+
+
+class RunDistillation(RunTaught, RunOnline):
+    """The `Run` of TRL's DistillationTrainer."""
+
+    @property
+    def steps_of_batch(self) -> int:
+        return int(self.trainer.args.gradient_accumulation_steps)
+
+
+class _Taught(_Base):
+    """Passes a trainer's teacher on to its `RunTaught`."""
+
+    _hotspa: RunTaught
+
+    @property
+    def teacher_model(self) -> Any:
+        """TRL's teacher, as it was given."""
+        return self._hotspa.given_reference
+
+    @teacher_model.setter
+    def teacher_model(self, model: nn.Module | None) -> None:
+        self._hotspa.given_reference, self._hotspa.pair = model, (None, None)
+
+
+def _directly(
+    wrapper: nn.Module, original: nn.Module, method: Callable[..., object], *args: object, **kwargs: object
+) -> object:
+    """In the place of TRL's `_ForwardRedirection`, which calls a method inside a wrapper's forward: with the wrapper, whose
+    calls are of all ranks, in the place of the model inside."""
+    return method(*(wrapper if each is original else each for each in args), **kwargs)
+
+
+class OverDistillation(_Taught, OverOnline):
+    """`OverOnline` for TRL's DistillationTrainer."""
+
+    _hotspa: RunDistillation
+    _hotspa_kind = RunDistillation
+
+    def __init__(self, *given: object, **kwargs: object) -> None:
+        super().__init__(*given, **kwargs)
+        if not self._hotspa.backing.is_stock:
+            self._forward_redirection = _directly
+
+    def _compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: float | Tensor | None = None
+    ) -> object:
+        """As TRL: the loss, the sum of the student's entropies, and the number of tokens that count."""
+        run = self._hotspa
+        if run.backing.is_stock:
+            return super()._compute_loss(model, inputs, num_items_in_batch)
+        completion, counted = inputs["completion_ids"], inputs["completion_mask"] != 0
+        if "tool_mask" in inputs:
+            counted = counted & (inputs["tool_mask"] != 0)
+        prompt, length = inputs["prompt_ids"], completion.shape[1]
+        labels = torch.cat([torch.full_like(prompt, IGNORE), torch.where(counted, completion, IGNORE)], 1)
+        batch = {
+            "input_ids": torch.cat([prompt, completion], 1),
+            "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+            "labels": labels,
+        }
+        number = counted.sum()
+        items = number.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        out = run.compared(model, batch, items, self.beta, self.temperature)
+        loss = out.divergence[:, -length:].sum() / items
+        return loss, out.entropy[:, -length:].sum().detach(), number
+
+
+class OverServer(OverDistillation):
+    """`OverDistillation` for TRL's ServerDistillationTrainer: the teacher is behind a server, which gives the
+    log-probabilities of a few tokens; its loss reads the student's logits."""
+
+
+class OverGKD(_Taught, OverTRL):
+    """`OverTRL` for TRL's GKDTrainer: rows of the data set, or of a generation by the student or the teacher."""
+
+    _hotspa_kind = RunTaught
+
+    def training_step(self, *args: object, **kwargs: object) -> Tensor:
+        """As TRL. Each rank draws whether it generates, so that all have the weights if one may."""
+        run = self._hotspa
+        if not run.backing.is_stock and self.lmbda > 0.0 and run.model is not None:
+            run.model.refresh()
+        step: Tensor = super().training_step(*args, **kwargs)
+        return step
+
+    def generate_on_policy_outputs(self, *args: object, **kwargs: object) -> object:
+        """As TRL, which has a static method."""
+        if self._hotspa.backing.is_stock:
+            return super().generate_on_policy_outputs(*args, **kwargs)
+        with _weights(self, whole=True):
+            return super().generate_on_policy_outputs(*args, **kwargs)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> object:  # fmt: skip
+        """As TRL, without a table of logits, unless the outputs are asked for and read."""
+        run = self._hotspa
+        if run.backing.is_stock:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
+        number = (batch["labels"][:, 1:] != IGNORE).sum()
+        items = number.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss = run.compared(model, batch, items, self.beta).divergence.sum() / items
+        if not return_outputs:
+            return loss
+        del batch["labels"]
+        return loss, model(**batch)
+
+
+FRONTS: dict[str, type] = {"Distillation": OverDistillation, "ServerDistillation": OverServer, "GKD": OverGKD}
+
+
 # -- classes ----------------------------------------------------------------------------------------------------------
 
 
 def _of_library(name: str) -> Any:
     kind = name.removesuffix("Trainer").removesuffix("Config")
-    return getattr(import_module(f"trl.experimental.{kind.lower()}" if kind in EXPERIMENTAL else "trl"), name)
+    home = f"trl.experimental.{EXPERIMENTAL[kind]}" if kind in EXPERIMENTAL else "trl"
+    return getattr(import_module(home), name)
 
 
 @cache
@@ -704,6 +872,8 @@ def config_of(name: str) -> Any:
 def in_front_of(base: type) -> type:
     """Returns the class to put in front of a TRL trainer or its subclass."""
     kind = of_trl(base)[0]
+    if kind in FRONTS:
+        return FRONTS[kind]
     return OverOnline if kind in ONLINE else OverLogits if kind in OF_PADDING else OverTRL
 
 
@@ -715,7 +885,7 @@ def trainer_of(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    kinds = (*TRAINERS, *UNSUPPORTED)
+    kinds = (*TRAINERS, *EXPERIMENTAL)
     for ending, make in (("Trainer", trainer_of), ("Config", config_of)):
         if name.endswith(ending) and name.removesuffix(ending) in kinds:
             return make(name)

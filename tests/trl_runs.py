@@ -7,6 +7,7 @@ own class under DDP and with ours.
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, set_seed
 from hf_hotspa.checkpoint.format.manifest import WEIGHT
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.features.dropout.dropout import EmbeddingNoise
-from hf_hotspa.trl import OF_PADDING, ONLINE
+from hf_hotspa.trl import EXPERIMENTAL, OF_PADDING, ONLINE
 from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double
 from tests.oracle import exact_in_double, relative_error
@@ -135,9 +136,9 @@ def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
 SMALL = {"vocab_size": 259, "eos_token_id": 256, "pad_token_id": 257}
 
 
-def small(family: str = DENSE, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+def small(family: str = DENSE, dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: int) -> Any:
     """A model with the vocabulary of `tokenizer`."""
-    model = tiny_model(family, dtype, seed, **SMALL)
+    model = tiny_model(family, dtype, seed, **SMALL, **sizes)
     model.generation_config.eos_token_id = 256
     return model
 
@@ -231,12 +232,47 @@ def plain_head() -> type:
     return PlainHead
 
 
+class PlainDivergence:
+    """TRL's divergence of hidden states in plain operations: its own keeps sums in fp32."""
+
+    @staticmethod
+    def apply(
+        hidden: Any, weight: Any, bias: Any, of_teacher: Any, teacher_weight: Any, teacher_bias: Any, beta: float,
+        temperature: float, scale: float, cap: Any, teacher_scale: float, teacher_cap: Any,
+    ) -> Any:  # fmt: skip
+        def logits(hidden: Any, weight: Any, bias: Any, scale: float, cap: Any) -> Any:
+            z = torch.nn.functional.linear(hidden, weight, bias) * scale
+            return z if cap is None else torch.tanh(z / cap) * cap
+
+        student = logits(hidden, weight, bias, scale, cap)
+        teacher = logits(of_teacher, teacher_weight, teacher_bias, teacher_scale, teacher_cap).detach()
+        divergence, entropy = plain_divergences(student, teacher, beta, temperature)
+        return divergence, entropy.detach()
+
+
+def plain_divergences(student: Any, teacher: Any, beta: float, temperature: float = 1.0) -> tuple[Any, Any]:
+    """The generalised Jensen-Shannon divergence of each token, by torch's own operations, and the student's entropy."""
+    log_p, log_q = ((z / temperature).log_softmax(-1) for z in (student, teacher))
+
+    def divergence(target: Any, log_x: Any) -> Any:
+        return torch.nn.functional.kl_div(log_x, target, reduction="none", log_target=True).sum(-1)
+
+    if beta == 0:
+        of_tokens = divergence(log_q, log_p)
+    elif beta == 1:
+        of_tokens = divergence(log_p, log_q)
+    else:
+        log_m = torch.stack([log_p + math.log(1 - beta), log_q + math.log(beta)]).logsumexp(0)
+        of_tokens = beta * divergence(log_q, log_m) + (1 - beta) * divergence(log_p, log_m)
+    return of_tokens, -(log_p.exp() * log_p).sum(-1)
+
+
 @dataclass
 class Case:
     """What a script of TRL does.
 
     Args:
-        kind: SFT, DPO, KTO, Reward, GRPO or RLOO.
+        kind: SFT, DPO, KTO, Reward, GRPO, RLOO, Distillation, or one of `EXPERIMENTAL`.
         pools: Strategies on 2 ranks, and on 4.
         data: Of `ROWS`.
         fields: Of the config.
@@ -277,7 +313,7 @@ def recorded(cls: Any) -> Any:
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             completions, rank = [], self.accelerator.process_index
             for place, ids in enumerate(prompt_ids):
-                of_group = (rank * len(prompt_ids) + place) % self.num_generations
+                of_group = (rank * len(prompt_ids) + place) % getattr(self, "num_generations", 1)
                 key = hashlib.sha256(f"{list(ids)} {of_group} {self.state.global_step}".encode()).digest()
                 completions.append([*(b % 250 for b in key[: 2 + key[0] % 24]), *([256] if key[1] % 4 else [])])
             # every fourth one was cut at the limit
@@ -304,8 +340,8 @@ def classes(kind: str, own: bool) -> tuple[Any, Any]:
     import hf_hotspa.trl
 
     home: Any = hf_hotspa.trl if own else trl
-    if not own and kind in hf_hotspa.trl.EXPERIMENTAL:
-        home = import_module(f"trl.experimental.{kind.lower()}")
+    if kind in EXPERIMENTAL and not own:
+        home = import_module(f"trl.experimental.{EXPERIMENTAL[kind]}")
     return getattr(home, f"{kind}Trainer"), getattr(home, f"{kind}Config")
 
 
@@ -334,7 +370,8 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
             given["peft_config"] = adapter
     if case.kind in ONLINE:
         given.setdefault("reward_funcs", [reward])
-        trainer = trainer if case.generates else recorded(trainer)
+    if case.kind in (*ONLINE, "Distillation", "ServerDistillation") and not case.generates:
+        trainer = recorded(trainer)
     if case.reference:
         reference = small(case.family, case.dtype, seed=1)
         for mine, other in zip(reference.parameters(), model.parameters(), strict=True):
@@ -371,15 +408,16 @@ def saved(model: Any, folder: str) -> str:
 def patched_head(dtype: torch.dtype) -> Iterator[None]:
     """In fp64, TRL's fused head in fp64; and what casts down does not."""
     utils: Any = import_module("trl.trainer.utils")
+    distillation: Any = import_module("trl.trainer.distillation_trainer")
 
-    own = utils._ChunkedLogProbFunction
+    own = utils._ChunkedLogProbFunction, distillation.ChunkedDivergenceFunction
     if dtype == torch.float64:
-        utils._ChunkedLogProbFunction = plain_head()
+        utils._ChunkedLogProbFunction, distillation.ChunkedDivergenceFunction = plain_head(), PlainDivergence
     try:
         with exact_in_double(dtype):
             yield
     finally:
-        utils._ChunkedLogProbFunction = own
+        utils._ChunkedLogProbFunction, distillation.ChunkedDivergenceFunction = own
 
 
 @contextmanager

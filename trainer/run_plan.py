@@ -73,8 +73,10 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
     every = min(args.hotspa_recompute_every, shape.num_layers)
     options = strategies_with_options(args.world_size, shape)
     plain = list(dict.fromkeys(s.recomputing(every) for s in options))
-    run = run_options(args)
+    run, teacher = run_options(args), args.scoring.teacher
     wanted = [*plain, *(s for s in divided(plain, shape, run) if may_divide or s.cp == 1)]
+    if teacher is not None:
+        wanted = [s for s in wanted if s.unsupported_reason(teacher.shape) is None]
     # with a capacity of experts every strategy computes complete packs; if no strategy can, the engine raises the error
     return [s for s in wanted if run.runs(s, shape)] or wanted
 

@@ -287,12 +287,31 @@ def _second_gradient(stage: MemoryStage) -> Rate | None:
     return Rate(pack_token=stage.inner_gradient)
 
 
+def _teacher(stage: MemoryStage) -> Rate | None:
+    """Its share of a teacher's weights; those that its layers run with; and the head's, beside the student's pass."""
+    teacher, options = stage.options.scoring.teacher, stage.options
+    if teacher is None:
+        return None
+    share = 0.0 if options.offload_master else teacher.weight_bytes / stage.model.world_size
+    head = stage.head_rows * teacher.shape.hidden_size * stage.width if stage.is_last else 0
+    return Rate(fixed=share + teacher.stages(stage.strategy)[stage.index].weight_bytes + head)
+
+
+def _teachers_logits(stage: MemoryStage) -> Bytes | None:
+    if stage.options.scoring.teacher is None or not stage.is_last:
+        return None
+    rows = stage.head_rows
+    most = loss_chunk_tokens(rows)
+    return lambda packs: min(packs.pack_tokens, most) * rows * 4 if packs.in_flight else 0.0
+
+
 TERMS = (
     MemoryTerm("master weights", "master_weights", lambda stage: Rate(fixed=stage.master.weight_bytes)),
     MemoryTerm(
         "weights of a reference model", "master_weights",
         lambda stage: Rate(fixed=stage.master.weight_bytes) if stage.options.scoring.reference else None,
     ),
+    MemoryTerm("weights of a teacher", "master_weights", _teacher),
     MemoryTerm("master gradients", "master_gradients", lambda stage: Rate(fixed=stage.master.gradient_bytes)),
     MemoryTerm("optimizer state", "optimizer", lambda stage: Rate(fixed=stage.master.optimizer_bytes)),
     MemoryTerm("weights", "weights", lambda stage: Rate(fixed=stage.options.weight_copies * stage.own.weight_bytes)),
@@ -306,6 +325,7 @@ TERMS = (
     MemoryTerm("losses of other packs", "logits", _other_losses),
     MemoryTerm("unpacked weights", "activations", _unpacked_bytes, "products"),
     MemoryTerm("second gradient inside an MLP", "activations", _second_gradient, RECOMPUTATION),
+    MemoryTerm("logits of a teacher", "logits", _teachers_logits),
 )  # fmt: skip
 """The terms of the core. The arena and the buffers of switches follow from the weights and gradients of all terms."""
 

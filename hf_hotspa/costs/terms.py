@@ -6,10 +6,10 @@ Bytes of a rank (`memory.MemoryModel`) are a sum of `MemoryTerm`s, seconds of a 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from hf_hotspa.costs.sizes import ADAM, MasterSizes, OptimizerState
+from hf_hotspa.costs.sizes import ADAM, MasterSizes, ModelSizes, OptimizerState
 from hf_hotspa.seam import hooks
 from hf_hotspa.typed import NotNegative
 
@@ -192,13 +192,22 @@ TRAINING_UNITS = 3  # cost of a training pass, in forward passes of all layers
 class Scoring:
     """Forward passes of a step besides training: without gradients, possibly of a second model."""
 
-    forwards: int = 0  # of all tokens
+    forwards: float = 0  # of all tokens
     reference: bool = False  # whether a second model's weights are kept, divided over the ranks like the master store
+    teacher: ModelSizes | None = None  # a frozen model of any size whose layers run under each strategy, too
 
     @property
-    def units(self) -> int:
+    def units(self) -> float:
         """Cost of a step, in forward passes of all layers; recomputation adds one."""
         return TRAINING_UNITS + self.forwards
+
+    def taught(self, student: ModelSizes, teacher: ModelSizes) -> "Scoring":
+        """With a teacher, whose forward pass costs by the parameters of its layers that compute a token."""
+        own, other = (
+            shape.num_layers * (shape.attention_parameters + shape.active_mlp_parameters)
+            for shape in (student.shape, teacher.shape)
+        )
+        return replace(self, forwards=self.forwards + other / own, teacher=teacher)
 
 
 TASKS = {
@@ -210,7 +219,9 @@ TASKS = {
     "rloo": Scoring(3, reference=True),
     "classify": Scoring(1),
     "reward": Scoring(1),
+    "distill": Scoring(),
 }
 """Scoring by training task: `sft` uses the model's own loss; `dpo` pairs, with a live reference or precomputed; `grpo`
-and `rloo` completions, with TRL's defaults or a KL term; `classify` and `reward` a head without a vocabulary."""
+and `rloo` completions, with TRL's defaults or a KL term; `classify` and `reward` a head without a vocabulary; `distill`
+a teacher (`Scoring.taught`)."""
 WITHOUT_LOGITS = ("classify", "reward")

@@ -270,7 +270,7 @@ class TimeModel:
     context_parallel: str = "auto"  # the cp method, one of `costs.divided.WAYS`
     # measured costs of cp exchanges by (cp, tp); hops otherwise
     context_exchanges: Mapping[tuple[int, int], Exchanges] = field(default_factory=dict)
-    forwards: int = 0  # forward passes of all tokens, without gradients, in a step besides training
+    forwards: float = 0  # forward passes of all tokens, without gradients, in a step besides training
     _kinds: dict[Strategy, Strategy] = field(default_factory=dict, init=False, repr=False, compare=False)
     _stage_costs: dict[tuple[Any, ...], tuple[Cost, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -501,6 +501,13 @@ class HotSPaEngine:
         gathered = self.master.gather(self._groups.switch, frozen=False, buffers=self.master.gradients)
         return {name: whole.clone() for name, whole in gathered}
 
+    def free_weights(self) -> None:
+        """Frees the memory of the strategies' weights until the next load. Not collective; between mini-batches."""
+        for runner in self.phases.values():
+            runner.weights = []
+        self._switching.executor.forget()
+        self._switching.arenas.clear()
+
     def close(self) -> None:
         """Ends the switch thread, frees memory and destroys the process groups. Collective and final."""
         self._adopting.remove()

@@ -20,6 +20,7 @@ from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.costs.terms import (
     TASKS,
     WITHOUT_LOGITS,
+    Scoring,
     added_weights,
     form_names,
     optimizer_states,
@@ -73,6 +74,7 @@ class Setup:
     features: tuple[Options, ...] = ()  # settings of features (`hf_hotspa.seam`)
     optim: str = "adamw_torch"  # the optimizer, by the name of `--optim`
     task: str = "sft"  # one of `terms.TASKS`
+    teacher: ModelConfig | None = None  # of the task `distill`
     packed: Any | None = None  # the layers of a frozen model that are in another form
 
     @classmethod
@@ -91,17 +93,14 @@ class Setup:
         """Reads a setup from the words of a command line; raises `HotspaConfigError` if one is unknown or impossible.
 
         Args:
-            model: See `load_model`; likewise `nodes`: `parse_nodes`, `memory_limit`: `parse_bytes`, `lora`: `added_weights`.
+            model: See `load_model`; likewise `teacher`, for the task `distill`, `nodes`: `parse_nodes`, `memory_limit`: `parse_bytes`, `lora`: `added_weights`.
             hardware: See `load_hardware`; not with a calibration.
             calibration: A file of `hf-hotspa calibrate`.
             dtype: The dtype of computation; None for the calibration's, else bfloat16.
             quantization: One of `costs.terms.form_names`, with an adapter; None if the frozen model is in that dtype.
         """
         shape = _of_task(load_model(model), options.get("task"))
-        count, devices = parse_nodes(nodes)
-        if count * devices > _MOST_DEVICES:
-            fix = f"plan for at most {_MOST_DEVICES} devices"
-            raise HotspaConfigError(f"{nodes} are {count * devices} devices", fix=fix)
+        count, devices = _devices(nodes)
         adapter = added_weights(lora, shape.linears) if lora is not None else None
         if quantization is not None and adapter is None:
             raise HotspaConfigError(
@@ -132,7 +131,8 @@ class Setup:
             raise HotspaConfigError(f"{shape.name} cannot run +sp", why=why, fix="leave --sequence-parallel out")
         if machine is not None:
             machine = replace(machine, devices_per_node=devices)
-        options |= {"calibration": measured, "adapter": adapter, "packed": packed}
+        teacher = _teacher(options.get("teacher"), shape, options.get("task"))
+        options |= {"calibration": measured, "adapter": adapter, "packed": packed, "teacher": teacher}
         setup = cls(shape, count, devices, machine, limit, source, dtype or DTYPE, **options)
         dtype_bytes(setup.dtype)
         return setup
@@ -168,8 +168,16 @@ class Setup:
         return CostModel.of_hardware(self.hardware, self.sizes, self._options, self.world_size)
 
     @property
+    def scoring(self) -> Scoring:
+        """What a step runs beside its training pass."""
+        scoring, teacher = TASKS[self.task], self.teacher
+        if teacher is None:
+            return scoring
+        return scoring.taught(self.sizes, ModelSizes(teacher.shape, self.dtype, teacher.tied))
+
+    @property
     def _options(self) -> MemoryOptions:
-        scoring = TASKS[self.task]
+        scoring = self.scoring
         if self.adapter is not None:  # the model without its adapter is the reference
             scoring = replace(scoring, reference=False)
         optimizer = optimizer_states()[self.optim]
@@ -179,7 +187,10 @@ class Setup:
         """Returns every legal strategy with every choice of options, except options that are fixed for all."""
         options = strategies_with_options(self.world_size, self.model.shape)
         plain = list(dict.fromkeys(map(self.with_options, options)))
-        return [*plain, *divided(plain, self.model.shape, RunOptions(self.schedule))]
+        offered = [*plain, *divided(plain, self.model.shape, RunOptions(self.schedule))]
+        if self.teacher is None:
+            return offered
+        return [strategy for strategy in offered if strategy.unsupported_reason(self.teacher.shape) is None]
 
     def with_options(self, strategy: Strategy) -> Strategy:
         """Returns a strategy with its own options and the options fixed for all strategies."""
@@ -200,7 +211,8 @@ class Setup:
             "hardware": self.hardware.name if self.hardware is not None else None,
             "calibrated": self.calibration.measured_at if self.calibration is not None else None,
             **{name: getattr(self, name) for name in _SHOWN},
-            "units_of_a_step": TASKS[self.task].units,
+            "units_of_a_step": self.scoring.units,
+            "teacher": self.teacher.name if self.teacher is not None else None,
             "gradients": asdict(self.gradients),
             "pipeline_schedule": self.schedule,
             "pipeline_mode": SYNCHRONOUS,
@@ -209,6 +221,33 @@ class Setup:
             "trained_parameters": self.sizes.num_trained,
             **{name: text for each in self.features for name, text in each.shown().items()},
         }
+
+
+def _devices(nodes: str) -> tuple[int, int]:
+    count, devices = parse_nodes(nodes)
+    if count * devices > _MOST_DEVICES:
+        fix = f"plan for at most {_MOST_DEVICES} devices"
+        raise HotspaConfigError(f"{nodes} are {count * devices} devices", fix=fix)
+    return count, devices
+
+
+def _teacher(name: str | None, student: ModelConfig, task: str | None) -> ModelConfig | None:
+    if (name is None) != (task != "distill"):
+        raise HotspaConfigError(
+            "--task distill without --teacher" if name is None else f"--teacher {name} without --task distill",
+            fix="give both",
+        )
+    if name is None:
+        return None
+    teacher = load_model(name)
+    own, other = (config.shape.vocab_size for config in (student, teacher))
+    if own != other:
+        raise HotspaConfigError(
+            f"{student.name} has a vocabulary of {own:,} and the teacher {teacher.name} of {other:,}",
+            why="their distributions are compared over one vocabulary",
+            fix="use a teacher with the student's tokenizer and vocabulary size",
+        )
+    return teacher
 
 
 @dataclass(frozen=True)

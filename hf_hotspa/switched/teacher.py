@@ -57,7 +57,7 @@ class _Divergence(torch.autograd.Function):
         tokens, width = logits.shape
         lowest = torch.finfo(wide).min
 
-        def over_shards(x: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        def over_shards(x: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
             if group is not None:
                 with CLOCK.waiting:
                     dist.all_reduce(x, operation, group=group)
@@ -301,6 +301,7 @@ class Teacher:
         self._documents = lengths
         with self.engine.evaluation() as evaluation, torch.no_grad():
             evaluation.run(mini_batch)
+        self.engine.free_weights()  # the student's pass needs the memory
         for layers in self._layers.values():
             layers.put_head()
 

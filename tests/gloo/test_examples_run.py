@@ -66,7 +66,14 @@ def test_the_script_that_comes_from_trl(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "better"), [("trl_sft.py", -0.5), ("trl_dpo.py", 0.01), ("trl_reward.py", 0.5), ("trl_grpo.py", 0.05)]
+    ("script", "better"),
+    [
+        ("trl_sft.py", -0.5),
+        ("trl_dpo.py", 0.01),
+        ("trl_reward.py", 0.5),
+        ("trl_grpo.py", 0.05),
+        ("trl_distill.py", -0.3),
+    ],
 )
 def test_a_script_of_trl_with_one_import_changed(script, better, tmp_path):
     assert len(text_of(script).splitlines()) < 60
@@ -113,6 +120,7 @@ SHORT = (
     "trl_dpo.py",
     "trl_reward.py",
     "trl_grpo.py",
+    "trl_distill.py",
     "bare_loop.py",
     "slurm.sh",
 )

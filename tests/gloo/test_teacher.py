@@ -1,19 +1,18 @@
 """A teacher: gradients of divergences from its distributions are the plain models' under DDP, in every layout, and no rank has a
 table of tokens x vocabulary beyond a chunk of a pack."""
 
-import math
-
 import pytest
 import torch
-from torch.nn import functional
 
 from hf_hotspa.parallel.loss import IGNORE
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.teacher import Teacher, divergences
 from tests.families import tiny_model
+from tests.gloo.test_fully_sharded_memory import Allocated
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 from tests.switched import batch_of, reference, rows_of, step, switched, worst
+from tests.trl_runs import plain_divergences
 
 pytestmark = pytest.mark.gloo
 
@@ -27,23 +26,6 @@ MIXES = {
         "dp4+z3:14@64,cp2pp2+ck9:40@96,tp4+ck13:64@96",
     ],
 }
-
-
-def plain_divergences(logits, others, beta, temperature=1.0):
-    """TRL's `generalized_jsd_loss` of each token, and the entropy."""
-    log_p, log_q = ((z / temperature).log_softmax(-1) for z in (logits, others))
-
-    def divergence(target, log_x):
-        return functional.kl_div(log_x, target, reduction="none", log_target=True).sum(-1)
-
-    if beta == 0:
-        found = divergence(log_q, log_p)
-    elif beta == 1:
-        found = divergence(log_p, log_q)
-    else:
-        log_m = torch.stack([log_p + math.log(1 - beta), log_q + math.log(beta)]).logsumexp(0)
-        found = beta * divergence(log_q, log_m) + (1 - beta) * divergence(log_p, log_m)
-    return found, -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -138,3 +120,76 @@ def test_gradients_are_the_plain_models(world_size, mixes, beta):
     for errors in run_ranks(world_size, gradients, mixes, beta, timeout=900):
         assert len(errors) == 2 * len(mixes)
         assert max(errors.values()) <= 1e-11, errors
+
+
+class Sizes(Allocated):
+    """Also notes the largest storage."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.largest = max([self.largest, *(size for _, size in self._alive.values())])
+        return out
+
+
+def wide(vocabulary, seed, **sizes):
+    """A model of one layer with a large vocabulary."""
+    given = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 1024,
+    } | sizes
+    return tiny_model("qwen3_qk_norm_tied", torch.float32, seed, vocab_size=vocabulary, **given)
+
+
+def batch_of_tokens(rows, length, vocabulary, rank=0):
+    ids = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(rank))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def bytes_of_a_step(rank, world_size, buckets, rows, length, vocabulary, **options):
+    """Bytes of storages in a step: the largest, and the most at a time."""
+    model = switched(wide(vocabulary, 0), buckets, **options)
+    teacher = Teacher(wide(vocabulary, 1, hidden_size=24).eval(), model.engine)
+    loss = Distillation(teacher, 1.0)
+    with Sizes() as sizes:
+        step(model, loss, batch_of_tokens(rows, length, vocabulary, rank), double=False)
+    assert model._passes.counts["training"] == 1
+    held = sum(x.nbytes for x in teacher._hidden.values())
+    runners = teacher.engine.phases.values()
+    held += sum(p.numel() for runner in runners for p, _ in runner.replica.parameters)
+    return sizes.largest, sizes.peak, held, [teacher.close(), model.close()][0]
+
+
+def bytes_of_world(rank, world_size):
+    return bytes_of_a_step(rank, world_size, "tp2:256", 2, 60, 4096, loss_chunk_tokens=24)
+
+
+def test_no_rank_has_more_than_a_chunk_of_logits():
+    for largest, _, held, _ in run_ranks(2, bytes_of_world, timeout=300):
+        shard = 4096 // 2 * 4
+        assert 24 * shard <= largest < 2 * 24 * shard  # rows of both ranks have 240 tokens
+        assert held == 0  # neither hidden states nor weights of the teacher stay
+
+
+def peaks(rank, world_size):
+    """Ours and TRL's, whose loss is chunked, at a vocabulary of 128k: the loss and its gradients alone."""
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    vocabulary, tokens = 131_072, 2048
+    _, own, _, _ = bytes_of_a_step(rank, world_size, "dp1:512@2048", 4, 512, vocabulary)
+    student, teacher = wide(vocabulary, 0), wide(vocabulary, 1, hidden_size=24)
+    hidden = [torch.randn(1, tokens, width, requires_grad=width == 16) for width in (16, 24)]
+    with Sizes() as sizes:
+        weights = student.lm_head.weight, teacher.lm_head.weight.detach()
+        loss, _, _ = _chunked_divergence_loss(*hidden, *weights, torch.ones(1, tokens), beta=1.0)
+        loss.backward()
+    return own, sizes.peak
+
+
+@pytest.mark.slow
+def test_the_peak_is_below_trls_at_a_vocabulary_of_128k():
+    ((own, of_trl),) = run_ranks(1, peaks, timeout=500)
+    assert own < 0.75 * of_trl, (own, of_trl)

@@ -136,7 +136,8 @@ def test_a_subclass_of_trl(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("kind", hf_hotspa.trl.UNSUPPORTED)
 def test_other_trainers_are_refused_by_name(kind: str) -> None:
-    for cls in (getattr(hf_hotspa.trl, f"{kind}Trainer"), switched(getattr(trl, f"{kind}Trainer"))):
+    home = import_module(f"trl.experimental.{hf_hotspa.trl.EXPERIMENTAL[kind]}")
+    for cls in (getattr(hf_hotspa.trl, f"{kind}Trainer"), switched(getattr(home, f"{kind}Trainer"))):
         with pytest.raises(UnsupportedError, match=f"TRL's {kind}Trainer"):
             cls(model=None)
 

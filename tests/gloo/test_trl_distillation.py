@@ -1,0 +1,99 @@
+"""TRL's trainers with a teacher over a switched model against TRL's own under DDP on as many ranks, in fp64."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.trl_runs import EVALUATES, Case, both_sides, calling, hits, look, small, wrong_ones
+
+pytestmark = pytest.mark.gloo
+
+MIX = (
+    "dp2:16@64,tp2+sp:20@64,cp2+rc:24@64,pp2:28@64,dp2+z3:32@64,tp2+ck9:128@128",
+    "dp4+rc:16@64,dp2tp2+sp:20@64,cp2dp2:24@64,tp2pp2:28@64,dp4+z3:32@64,dp2pp2+v2:128@128",
+)
+TWO = ("dp2:20@64,tp2:128@128", "dp4:20@64,cp2tp2:128@128")
+SHORT = {"max_completion_length": 32, "per_device_eval_batch_size": 4, "disable_dropout": False}
+GREEDY = {"top_k": 1, "max_completion_length": 6}
+SERVER = {"teacher_model_server_url": "http://localhost:1"}
+NEARLY_GREEDY = {"temperature": 1e-4, "max_new_tokens": 6}
+
+
+def taught(family: str = "qwen3_qk_norm_tied", dtype: torch.dtype = torch.float64, **sizes: Any) -> Any:
+    """Arguments with a teacher, of another size than the student."""
+    sizes = {"hidden_size": 96, "num_hidden_layers": 5} | sizes
+    return lambda: {"teacher_model": small(family, dtype, seed=7, **sizes)}
+
+
+CASES = {
+    "reverse": Case("Distillation", MIX, "prompts", {**SHORT, **EVALUATES}, given=taught()),
+    "jsd, accumulated": Case(
+        "Distillation", MIX, "prompts",
+        {**SHORT, **EVALUATES, "beta": 0.3, "temperature": 0.8, "gradient_accumulation_steps": 2}, given=taught("gemma2_soft_caps"), wide=True,
+    ),
+    "forward, of a soft-capped student": Case(
+        "Distillation", TWO, "prompts", {**SHORT, "beta": 0.0}, family="gemma2_soft_caps", given=taught(), wide=True
+    ),
+    "with adapters": Case("Distillation", TWO, "prompts", {**SHORT, "beta": 0.5}, lora=True, given=taught(), wide=True),
+    "with tools": Case(
+        "Distillation", TWO, "questions", {**SHORT, "max_tool_calling_iterations": 3, "max_completion_length": 48},
+        given=lambda: {**taught()(), "tools": [look], "processing_class": calling()}, wide=True,
+    ),
+    "that generates": Case("Distillation", TWO, "prompts", {**SHORT, **GREEDY, **EVALUATES}, generates=True, given=taught(), wide=True),
+    "gkd": Case("GKD", TWO, "chats", {"lmbda": 0.0, "beta": 0.3, "gradient_accumulation_steps": 2, **EVALUATES}, given=taught(), wide=True),
+    "gkd, forward, with adapters": Case("GKD", MIX, "chats", {"lmbda": 0.0, "beta": 0.0}, lora=True, given=taught(), wide=True),
+    "gkd that generates": Case("GKD", TWO, "chats", {"lmbda": 0.5, "beta": 1.0, **NEARLY_GREEDY}, given=taught(), wide=True),
+    "gkd whose teacher generates": Case("GKD", TWO, "chats", {"lmbda": 0.0, "seq_kd": True, **NEARLY_GREEDY}, given=taught(), wide=True),
+    "gkd with metrics": Case("GKD", TWO, "chats", {"lmbda": 0.0, **EVALUATES}, given=lambda: {**taught()(), "compute_metrics": hits}, wide=True),
+    "server, forward": Case(
+        "ServerDistillation", TWO, "prompts", {**SHORT, **SERVER, "beta": 0.0, "loss_top_k": 5, **EVALUATES}, wide=True
+    ),
+    "server, reverse, accumulated": Case(
+        "ServerDistillation", TWO, "prompts",
+        {**SHORT, **SERVER, "beta": 1.0, "loss_top_k": 1, "gradient_accumulation_steps": 2}, wide=True,
+    ),
+    "fp32": Case("Distillation", TWO, "prompts", SHORT, dtype=torch.float32, given=taught(dtype=torch.float32), wide=True),
+}  # fmt: skip
+
+
+class Server:
+    """In the place of TRL's client: a teacher in this process."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.model = small("qwen3_qk_norm_tied", seed=7, hidden_size=96).eval()
+
+    def get_sequence_logprobs(
+        self, sequences: Any, prompt_lengths: Any, top_logprobs: int, temperature: float
+    ) -> dict[str, Any]:
+        names = ("logprobs", "logprob_token_ids", "actual_logprobs")
+        answers: dict[str, list[Any]] = {name: [] for name in names}
+        for ids, begin in zip(sequences, prompt_lengths, strict=True):
+            with torch.no_grad():
+                log_p = (self.model(torch.tensor([ids])).logits[0, begin - 1 : -1] / temperature).log_softmax(-1)
+            top = log_p.topk(top_logprobs, -1)
+            own = log_p.gather(-1, torch.tensor(ids[begin:])[:, None])
+            for name, table in zip(names, (top.values, top.indices, own), strict=True):
+                answers[name].append(table.tolist())
+        return answers
+
+
+def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
+    import_module("trl.generation.vllm_client").VLLMClient = Server  # in this rank's process
+    return both_sides({name: CASES[name] for name in names}, world_size, folder)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        (2, [name for name, case in CASES.items() if not case.wide]),
+        pytest.param(2, [name for name, case in CASES.items() if case.wide], marks=pytest.mark.slow),
+        pytest.param(4, list(CASES), marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_trl_under_ddp(world_size, names, tmp_path):
+    found = run_ranks(world_size, both, names, str(tmp_path), timeout=1500)
+    wrong = wrong_ones(found, {name: CASES[name] for name in names})
+    assert not wrong, "\n".join(wrong)
