@@ -74,13 +74,13 @@ def unpacked(sizes: ModelSizes, tp: int) -> float:
 def _at_a_time(vector: ParameterVector, strategy: Strategy, spec: ParameterSpec) -> int:
     """Unpacked weights of one matrix on the rank with the largest shard."""
     assert spec.packed is not None
-    rows, columns = spec.packed.shape
+    *lead, rows, columns = spec.packed.shape  # of one expert, if there are several
     if spec.shard_dim is None or strategy.tp == 1:
         return rows * columns
     sizes = []
     for rank in range(strategy.tp):
         length = sum(stop - start for start, stop in shard_rows(vector, strategy, spec, rank))
-        shard = length * (columns if spec.shard_dim == 0 else rows)
+        shard = length * (columns if spec.shard_dim == len(lead) else rows)
         sizes.append(shard if stored_rows(vector, strategy, spec, rank) is not None else rows * columns + shard)
     return max(sizes)
 

@@ -1,10 +1,17 @@
-"""Experts in 4 bits: gradients equal those of PEFT and bitsandbytes in one process, and codes travel bit for bit."""
+"""Experts in 4 bits: gradients equal those of PEFT and bitsandbytes in one process, codes travel bit for bit, and one expert is
+dequantized at a time."""
 
 import pytest
 
+from hf_hotspa.costs.packed_linears import unpacked
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.strategy import strategies_of
 from tests.gloo.test_qlora import step_errors
+from tests.gloo.test_qlora_memory import Dequantized, rows_of
 from tests.harness import run_ranks
-from tests.qlora import MIXTURES
+from tests.qlora import MIXTURES, tiny_qlora
+from tests.worlds import make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
 
@@ -23,3 +30,44 @@ def test_gradients():
     errors = run_ranks(2, step_errors, CASES)[0]
     print(errors)
     assert 0 < max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_strategy(family, adapted):
+    sizes, config = MIXTURES[family], {"experts": True} if adapted else ALONE
+    shape = describe_model(tiny_qlora(family, model=sizes, **config)).shape
+    strategies = [str(s) for s in strategies_of(4) if s.unsupported_reason(shape) is None]
+    assert any("ep" in strategy for strategy in strategies) is not adapted
+    strategies += ["dp4+z3", "tp2pp2+sp+rc", "pp2dp2+v2", "dp2tp2+sp+z3", "pp4+ck20"]
+    cases = {s: (family, f"{s}:60@64", sizes, config) for s in strategies}
+    # no shard of columns of tp 4 is of whole blocks
+    first = "dp4+z3:5@24,tp4+sp:10@20,tp2pp2:16@32,pp2dp2+v2:45@48" + ("" if adapted else ",dp4ep2:60")
+    cases |= {f"{first} {other}": (family, first, sizes, {**config, **other}) for other in ({}, PLAIN)}
+    errors = run_ranks(4, step_errors, cases, timeout=500)[0]
+    print(errors)
+    assert 0 < max(errors.values()) <= 1e-5, errors
+
+
+def most_dequantized(rank, world_size, cases):
+    """By case: the most bytes of dequantized weights at a time, and how many were made in a step."""
+    found = {}
+    for family, strategy, config in cases:
+        engine = make_engine(tiny_qlora(family, model=MIXTURES[family], **config), f"{strategy}:24@24")
+        mini_batch = make_mini_batch(engine, rows_of(24, 2 * world_size))
+        with Dequantized() as counted:
+            engine.forward_backward(mini_batch)
+        sizes = ModelSizes(engine.description.shape, "float32", vector=engine.description.vector)
+        weights = unpacked(sizes, engine.buckets[0].strategy.tp)
+        found[family, strategy] = counted.most, counted.count, weights
+        engine.close()
+    return found
+
+
+def test_one_dequantized_expert_at_a_time():
+    cases = [(QWEN, "tp2+rc", {"experts": True}), (GPT, "dp2ep2", ALONE), (GPT, "dp2+z3", {"experts": True})]
+    for found in run_ranks(2, most_dequantized, cases):
+        for case, (most, count, weights) in found.items():
+            assert count > 4 * 2 * 4, case  # more than the linear layers
+            assert most == 4 * weights == 4 * 128 * 256 / (2 if "tp2" in case[1] else 1), case

@@ -9,12 +9,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
 from hf_hotspa.features.four_bit.open_qlora import open_qlora
 from hf_hotspa.model.model_check import frozen_digest
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
-from tests.qlora import EIGHT_BITS, WIDE
+from tests.qlora import EIGHT_BITS, MIXTURES, WIDE
+from tests.tiny_families import tiny_model_of
 from tests.training_runs import contents, make_trainer
 from tests.worlds import make_engine, make_mini_batch
 
@@ -36,20 +38,25 @@ CASES = {
         {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     ),
 }
+EXPERTS = {
+    f"experts of {family}": (family, sizes, dtype, {"bnb_4bit_use_double_quant": dtype == torch.bfloat16})
+    for (family, sizes), dtype in zip(MIXTURES.items(), (torch.bfloat16, torch.float32), strict=True)
+}
 LORA = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
 def engines(rank, world_size, folder):
     """What differs, by case, between the engine of a model in memory and that of one that is read."""
     wrong = []
-    for name, (_, _, dtype, options) in CASES.items():
+    for name, (_, _, dtype, options) in (CASES | EXPERTS).items():
         config, path = BitsAndBytesConfig(**{"load_in_4bit": True, **options}), Path(folder) / name
         torch.manual_seed(3)
         base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=config)
+        lora = {**LORA, "target_parameters": quantize_experts(base)} if name in EXPERTS else LORA
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
-        given = get_peft_model(base, LoraConfig(**LORA))
+        given = get_peft_model(base, LoraConfig(**lora))
         torch.manual_seed(3)
-        read = open_qlora(path, LoraConfig(**LORA), config)
+        read = open_qlora(path, LoraConfig(**lora), config, experts=name in EXPERTS)
         buckets, found = f"dp{world_size}:16@32,tp{world_size}:60", []
         for model, weights in ((given, None), (read, path)):
             engine = make_engine(model, buckets, weights)
@@ -75,8 +82,9 @@ def test_other_configs_cannot_quantize_while_weights_are_read(tmp_path):
 
 @pytest.mark.slow
 def test_slices_are_those_of_the_whole(tmp_path):
-    for name, (family, sizes, dtype, _) in CASES.items():
-        model = tiny_model(family, dtype, **sizes)
+    for name, (family, sizes, dtype, _) in (CASES | EXPERTS).items():
+        made = tiny_model_of if name in EXPERTS else tiny_model
+        model = made(family, dtype, **sizes)
         model.save_pretrained(tmp_path / name)
     for wrong in run_ranks(2, engines, str(tmp_path)):
         assert not wrong

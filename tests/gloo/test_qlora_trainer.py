@@ -17,7 +17,7 @@ from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, _pad, dat
 from tests.harness import run_ranks
 from tests.lora import trained
 from tests.oracle import relative_error
-from tests.qlora import EIGHT_BITS, WIDE, quantized, tiny_qlora
+from tests.qlora import EIGHT_BITS, MIXTURES, WIDE, quantized, tiny_qlora
 from tests.training_runs import contents, make_trainer, newest, one_run, train, whole_state
 from tests.trl_runs import Case, both_sides, wrong_ones
 
@@ -88,9 +88,10 @@ def test_steps_equal_peft_under_the_stock_trainer(world, strategies, form, tmp_p
 
 
 def of_form(form, **changes):
-    return {
-        "qlora": {"quantization": EIGHT_BITS.get(form)}, "max_steps": 4, "family": FAMILY, "model": WIDE, **changes
-    }  # fmt: skip
+    """`form`: nf4, one of `EIGHT_BITS`, or a mixture with experts in nf4."""
+    kind = {"experts": True} if form in MIXTURES else {"quantization": EIGHT_BITS.get(form)}
+    family, model = (form, MIXTURES[form]) if form in MIXTURES else (FAMILY, WIDE)
+    return {"qlora": kind, "max_steps": 4, "family": family, "model": model, **changes}
 
 
 def resumed(rank, world, folder, form):
@@ -113,7 +114,7 @@ def elsewhere(rank, world, folder, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["nf4", *EIGHT_BITS])
+@pytest.mark.parametrize("form", ["nf4", *EIGHT_BITS, *MIXTURES])
 def test_checkpoints_resume_bit_for_bit_here_and_elsewhere(form, tmp_path):
     for first, again in run_ranks(2, resumed, str(tmp_path), form):
         assert again == {step: loss for step, loss in first.items() if step > 2}
