@@ -95,7 +95,7 @@ def models() -> dict[str, ModelSizes]:
 
 def _with_adapter(name: str, lora: str, kind: str | None = None) -> ModelSizes:
     linears = load_model("llama2-7b").linears if name == "7b" else load_model(DATA / "llama2_70b.json").linears
-    packed = four_bits(kind, linears) if kind else None
+    packed = four_bits(kind, linears, {}) if kind else None
     return replace(models()[name], added=Adapter.read(lora, linears), packed=packed)
 
 

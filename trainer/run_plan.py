@@ -597,7 +597,7 @@ def frozen_base(description: ModelDescription) -> FrozenBase | None:
     """The frozen base for the calibration of a run with a packed base; None for any other run."""
     kinds = {layer.kind for layer in description.packed.values()}
     added = description.added
-    return FrozenBase(min(kinds), added.rank) if kinds and added is not None else None
+    return FrozenBase(max(kinds), added.rank) if kinds and added is not None else None
 
 
 def trained_config(config: PreTrainedConfig, args: HotSPaTrainingArguments) -> PreTrainedConfig:

@@ -29,6 +29,8 @@ _PRESETS = Path(__file__).parent / "models"
 _GATED = ("silu", "swish", "swiglu", "geglu", "reglu")
 _SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
 _SWITCHES = ("is_moe", "enable_moe_block")
+EXPERTS = "experts"
+_TRANSPOSED = ("gpt_oss", "aria_text")  # families whose experts are matrices [in, out]
 _MOST_LAYERS = 10_000
 _MOST = 1 << 32
 _WHAT = "the model config"
@@ -37,13 +39,20 @@ _HOW = "give a config.json of a causal language model, as Hugging Face writes it
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer of a decoder layer, of `query` heads, `key` heads or (None) an MLP. tp cuts its outputs
+    """A linear layer of a decoder layer, of `query` heads, `key` heads, experts or (None) an MLP. tp cuts its outputs
     (column-parallel) if `rows`, otherwise its inputs."""
 
     inputs: int
     outputs: int
     of_heads: str | None
     rows: bool
+    count: int = 1  # such layers; the experts of a mixture (of which `of_heads` is `EXPERTS`)
+    transposed: bool = False  # whether its weight is [in, out]
+
+    @property
+    def numel(self) -> int:
+        """Weights of one."""
+        return self.inputs * self.outputs
 
     @property
     def whole(self) -> int:
@@ -65,6 +74,7 @@ class ModelConfig:
     tied: bool = False  # whether head and embedding are one weight
     # linear layers of a decoder layer that something may be added to, by name; without experts
     linears: Mapping[str, Linear] = field(default_factory=dict)
+    experts: Mapping[str, Linear] = field(default_factory=dict)  # the same of experts
 
 
 def preset_names() -> tuple[str, ...]:
@@ -121,7 +131,7 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
     shape = _shape(config, config.table if facts is None else facts)
     defaults = config.table.get("defaults", {})
     tied = config.data.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
-    return ModelConfig(name, shape, bool(tied), _linears(config, shape))
+    return ModelConfig(name, shape, bool(tied), _linears(config, shape), _experts(config, shape))
 
 
 class _Config:
@@ -259,6 +269,20 @@ def _linears(config: _Config, shape: ModelShape) -> dict[str, Linear]:
         "o_proj": Linear(queries, hidden, "query", False),
         **{name: Linear(hidden, width, None, True) for name in ("gate_proj", "up_proj")[not config.gated :] if width},
         **({"down_proj": Linear(width, hidden, None, False)} if width else {}),
+    }
+
+
+def _experts(config: _Config, shape: ModelShape) -> dict[str, Linear]:
+    hidden, count = shape.hidden_size, shape.num_experts
+    _, parameters = config.experts(hidden)
+    if not parameters:
+        return {}
+    width, transposed = parameters // (count * hidden * (3 if config.gated else 2)), config.family in _TRANSPOSED
+    mean = round(count * shape.expert_parameters / parameters)  # of layers, some of which may have none
+    into = "gate_up_proj" if config.gated else "up_proj"
+    return {
+        into: Linear(hidden, width * (2 if config.gated else 1), EXPERTS, True, mean, transposed),
+        "down_proj": Linear(width, hidden, EXPERTS, False, mean, transposed),
     }
 
 

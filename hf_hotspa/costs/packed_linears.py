@@ -1,6 +1,6 @@
 """Frozen linear layers in a packed form: the bytes they take, and what unpacking them costs.
 
-One weight at a time is unpacked, for a product; none is kept. Embedding, head, norms and experts are not packed.
+One weight at a time is unpacked, for a product; none is kept. Embedding, head and norms are not packed, experts in some forms.
 `prepare_model_for_kbit_training` makes an fp32 copy of them, which the master store keeps.
 """
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_hotspa.costs.hardware import Hardware
-from hf_hotspa.costs.model_config import Linear
-from hf_hotspa.costs.sizes import ModelSizes, Shares, dtype_bytes
+from hf_hotspa.costs.model_config import EXPERTS, Linear
+from hf_hotspa.costs.sizes import EXPERTS_HERE, ModelSizes, Shares, dtype_bytes
 from hf_hotspa.costs.terms import Cost
 from hf_hotspa.layout.shares import shard_rows, stored_rows
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
@@ -37,20 +37,20 @@ class PackedLinears:
     @property
     def weights(self) -> int:
         """Weights of one decoder layer."""
-        return sum(linear.inputs * linear.outputs for linear in self.linears.values())
+        return sum(linear.numel * linear.count for linear in self.linears.values())
 
     def cut(self, shares: Shares) -> float:
         """Weights that the fullest tp coordinate computes with."""
-        return sum(shares[one.of_heads] * one.inputs * one.outputs for one in self.linears.values())
+        return sum(shares[one.of_heads] * _here(one, shares) for one in self.linears.values())
 
     def held_numel(self, shares: Shares) -> float:
         """Weights that it holds: complete layers where a shard would not end at a block border."""
-        return sum(self._share(one, shares[one.of_heads]) * one.inputs * one.outputs for one in self.linears.values())
+        return sum(self._share(one, shares[one.of_heads]) * _here(one, shares) for one in self.linears.values())
 
     def most_at_a_time(self, shares: Shares) -> float:
         """The most weights that exist unpacked at a time: a matrix, plus its slice if the matrix is held complete."""
         at_a_time = [
-            (whole + (share if whole > share else 0.0)) * one.inputs * one.outputs
+            (whole + (share if whole > share else 0.0)) * one.numel
             for one in self.linears.values()
             for share in [shares[one.of_heads]]
             for whole in [self._share(one, share)]
@@ -58,9 +58,15 @@ class PackedLinears:
         return max(at_a_time, default=0.0)
 
     def _share(self, linear: Linear, share: float) -> float:
-        columns = linear.inputs if linear.rows else linear.inputs * share
-        in_blocks = self.block == 1 or (linear.inputs % self.block == 0 and columns % self.block == 0)
+        row = linear.outputs if linear.transposed else linear.inputs
+        columns = row * share if linear.rows == linear.transposed else row
+        in_blocks = self.block == 1 or (row % self.block == 0 and columns % self.block == 0)
         return share if in_blocks else 1.0
+
+
+def _here(linear: Linear, shares: Shares) -> float:
+    """Weights that are here before tp cuts them."""
+    return linear.numel * linear.count * (shares[EXPERTS_HERE] if linear.of_heads == EXPERTS else 1.0)
 
 
 def unpacked(sizes: ModelSizes, tp: int) -> float:

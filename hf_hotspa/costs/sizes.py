@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_hotspa.costs.model_config import EXPERTS
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
 from hf_hotspa.layout.shares import is_uneven, largest_share
@@ -86,7 +87,8 @@ class OptimizerState:
 ADAM = OptimizerState(8)
 
 Shares = Mapping[str | None, float]
-"""Shares of the fullest tp coordinate in the cut dims of linear layers, by `Linear.of_heads`."""
+"""Shares of the fullest tp coordinate in the cut dims of linear layers, by `Linear.of_heads`; `EXPERTS_HERE`: of the experts."""
+EXPERTS_HERE = "experts here"
 
 
 class Added(Protocol):
@@ -280,13 +282,16 @@ class ModelSizes:
         """Parameters of `added` in one layer, on the fullest tp coordinate."""
         return math.ceil(self.added.held_numel(self.shares(tp)) - 1e-3) if self.added is not None else 0
 
-    def shares(self, tp: int) -> Shares:
-        """The shares of the fullest tp coordinate in the cut dims of linear layers."""
+    def shares(self, tp: int, ep: int = 1) -> Shares:
+        """The shares of the fullest tp coordinate in the cut dims of linear layers; ep divides whole experts instead."""
         shape, (queries, keys) = self.shape, self._head_shares(tp)
+        mlp = 1 / tp + (1 - 1 / tp) * shape.whole_mlp
         return {
             "query": queries + (1 - queries) * shape.whole_attention,
             "key": keys + (1 - keys) * shape.whole_attention,
-            None: 1 / tp + (1 - 1 / tp) * shape.whole_mlp,
+            None: mlp,
+            EXPERTS: mlp if ep == 1 else 1.0,
+            EXPERTS_HERE: 1 / ep,
         }
 
     def _layer_bytes(self, tp: int, ep: int = 1) -> int:
@@ -294,7 +299,7 @@ class ModelSizes:
         num_bytes = self._layer(tp, ep) * width
         if packed is None:
             return num_bytes
-        shares = self.shares(tp)
+        shares = self.shares(tp, ep)
         other = num_bytes - packed.cut(shares) * width
         return math.ceil(other + packed.held_numel(shares) * packed.weight_bytes - 1e-3)
 

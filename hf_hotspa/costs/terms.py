@@ -118,7 +118,8 @@ class PackedForms:
     """Forms in which frozen weights may be held (`sizes.Packed`)."""
 
     names: tuple[str, ...]  # the values of `--quantization`; messages suggest the first one
-    of: Callable[[str, Mapping[str, Any]], Any]  # called with a name, and the linear layers of a decoder layer by name
+    # called with a name, and the linear layers of a decoder layer and of its experts, by name
+    of: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Any]
     help: str  # what they are, for `--quantization`
     load: str  # the `quantization_config` with which `from_pretrained` makes one, for messages
     # called with a model, a name and the numbers that its weights repeat: converts its linear layers, to be measured
@@ -180,9 +181,9 @@ def form_of(name: str) -> PackedForms:
     return next(forms for forms in packed_forms() if name in forms.names)
 
 
-def packed_weights(name: str, linears: Mapping[str, Any]) -> Any:
-    """Returns the linear layers of a decoder layer in a form."""
-    return form_of(name).of(name, linears)
+def packed_weights(name: str, model: Any) -> Any:
+    """Returns the linear layers of a decoder layer of a `model_config.ModelConfig` in a form."""
+    return form_of(name).of(name, model.linears, model.experts)
 
 
 TRAINING_UNITS = 3  # cost of a training pass, in forward passes of all layers

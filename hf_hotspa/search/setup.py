@@ -108,7 +108,7 @@ class Setup:
                 why="packed weights are frozen, and nothing would be trained",
                 fix="add --lora 16",
             )
-        packed = packed_weights(quantization, shape.linears) if quantization is not None else None
+        packed = packed_weights(quantization, shape) if quantization is not None else None
         machine = load_hardware(hardware) if hardware is not None else None
         measured = Calibration.load(calibration) if calibration is not None else None
         if measured is not None:
@@ -332,7 +332,7 @@ def _what_would_fit(setup: Setup, longest: int) -> str:
             lora, add = replace(setup, adapter=added_weights("16", setup.model.linears)), "--lora 16 "
             ways.append((add.strip(), lora))
         for form in form_names()[:1] if setup.packed is None else ():
-            packed = packed_weights(form, setup.model.linears)
+            packed = packed_weights(form, setup.model)
             ways.append((f"{add}--quantization {form}", replace(lora, packed=packed)))
         for optim in list(reduced_states())[:1] if setup.adapter is None and setup.optim == "adamw_torch" else ():
             ways.append((f"--optim {optim}", replace(setup, optim=optim)))

@@ -8,7 +8,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.terms import Hop
+from hf_hotspa.costs.model_config import EXPERTS
+from hf_hotspa.costs.sizes import dtype_bytes
+from hf_hotspa.costs.terms import Hop, form_names
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.gain_words import PREDICTED_ERROR
 from hf_hotspa.reporting.page import lengths_figure, picture
@@ -33,9 +35,25 @@ def _heading(setup: Setup) -> str:
         lines.append(
             f"its linear layers are frozen in {setup.packed.kind}, {setup.packed.weight_bytes * 8:.1f} bits a weight"
         )
+        lines += _of_experts(setup)
     lines.append(f"{setup.nodes} x {setup.devices_per_node} devices{machine}")
     lines.append(limit_text(setup.limit_bytes, setup.limit_source))
     return "\n".join(part for line in lines for part in wrapped(line))
+
+
+def _of_experts(setup: Setup) -> list[str]:
+    """What the experts of a mixture take beside packed linear layers, and where they are packed, too."""
+    packed, num_layers = setup.packed, setup.model.shape.num_layers
+    weights = num_layers * sum(one.numel * one.count for one in setup.model.experts.values())
+    if not weights or packed is None:
+        return []
+    plain, name = weights * dtype_bytes(setup.dtype) / 2**30, f"{packed.kind}+{EXPERTS}"
+    if packed.kind.endswith(f"+{EXPERTS}"):
+        return [
+            f"its experts take {weights * packed.weight_bytes / 2**30:,.2f} GiB, and {plain:,.2f} GiB in {setup.dtype}"
+        ]
+    less = f"; --quantization {name}: {weights * packed.weight_bytes / 2**30:,.2f} GiB" if name in form_names() else ""
+    return [f"its experts stay in {setup.dtype}, {plain:,.2f} GiB{less}"]
 
 
 def _source(setup: Setup) -> str:

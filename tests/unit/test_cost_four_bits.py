@@ -25,12 +25,13 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.calibrations import made_calibration
 from tests.families import tiny_config, tiny_model
-from tests.qlora import WIDE, tiny_qlora
+from tests.qlora import MIXTURES, WIDE, tiny_qlora
+from tests.tiny_families import tiny_config_of
 
 BIASES = 0.05
 """What a tiny model has of biases and norms of queries and keys, which are not counted."""
 LLAMA = load_model("llama2-7b")
-LORA, NF4 = Adapter.read("16", LLAMA.linears), four_bits("nf4", LLAMA.linears)
+LORA, NF4 = Adapter.read("16", LLAMA.linears), four_bits("nf4", LLAMA.linears, {})
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_p
     config.save_pretrained(tmp_path)
     described = describe_model(tiny_qlora(family, torch.bfloat16, model=wide), torch.bfloat16)
     model = load_model(tmp_path)
-    adapter, packed = Adapter.read("3", model.linears), four_bits("nf4", model.linears)
+    adapter, packed = Adapter.read("3", model.linears), four_bits("nf4", model.linears, {})
     found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=packed)
     exact = ModelSizes(described.shape, vector=described.vector)
     assert found.num_trained == exact.num_trained
@@ -56,13 +57,52 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_p
     assert kept.weight_bytes == pytest.approx(counted.weight_bytes, rel=BIASES)
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_bytes_of_experts_are_those_of_the_trainer(family: str, tmp_path: Path) -> None:
+    sizes = {**MIXTURES[family], "attention_bias": False}
+    config = tiny_config_of(family, **sizes)
+    config.save_pretrained(tmp_path)
+    lora = {"target_modules": ["q_proj", "v_proj"], "target_parameters": None}
+    trained = tiny_qlora(family, torch.bfloat16, model=sizes, lora=lora, experts=True)
+    described = describe_model(trained, torch.bfloat16)
+    model = load_model(tmp_path)
+    adapter = Adapter.read("r=3,targets=q_proj+v_proj", model.linears)
+    packed = four_bits("nf4+experts", model.linears, model.experts)
+    found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=packed)
+    exact = ModelSizes(described.shape, vector=described.vector)
+    assert found.weight_bytes == pytest.approx(exact.weight_bytes, rel=BIASES)
+    for text in ("dp4", "dp4ep2", "dp4+z3", "dp2tp2", "tp2pp2", "dp2tp2ep4"):
+        strategy = Strategy.parse(text)
+        assert unpacked(found, strategy.tp) == unpacked(exact, strategy.tp), strategy
+        for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
+            assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
+    assert found.master(1).weight_bytes == pytest.approx(exact.master(1).weight_bytes, rel=BIASES)
+
+
+def test_a_plan_says_what_experts_take(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4}
+    sizes |= {"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+    more = {"model_type": "gpt_oss", "vocab_size": 201088, "max_position_embeddings": 131072, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **more}))
+    args = ["--model", str(tmp_path), "--nodes", "1x8", "--hardware", "h100-80g", "--lora", "16"]
+    shown, weights = [], 3 * 2880 * 2880 * 32 * 24
+    for kind in ("nf4", "nf4+experts", "int8"):
+        words = ["--quantization", kind, "--strategy", "dp8", "--pack-tokens", "1024"]
+        assert main(["estimate", *args, *words]) == 0
+        shown.append(" ".join(capsys.readouterr().out.split()))
+    plain, packed = f"{2 * weights / 2**30:.2f} GiB", f"{weights * WEIGHT_BYTES / 2**30:.2f} GiB"
+    assert f"its experts stay in bfloat16, {plain}; --quantization nf4+experts: {packed}" in shown[0]
+    assert f"its experts take {packed}, and {plain} in bfloat16" in shown[1]
+    assert f"its experts stay in bfloat16, {plain} 1 x 8 devices" in shown[2]
+
+
 def test_whole_weights_where_no_shard_ends_with_blocks() -> None:
     shares = {"query": 0.5, "key": 0.5, None: 0.5}
-    by_rows, by_columns = four_bits("nf4", LLAMA.linears), LLAMA.linears["down_proj"]
+    by_rows, by_columns = four_bits("nf4", LLAMA.linears, {}), LLAMA.linears["down_proj"]
     assert by_rows.held_numel(shares) == by_rows.cut(shares) == by_rows.weights / 2
     # 11008 / 2 is a multiple of 64, 11008 / 8 is not
-    assert four_bits("nf4", {"down_proj": by_columns}).held_numel({None: 1 / 8}) == 4096 * 11008
-    assert four_bits("nf4", {"down_proj": by_columns}).most_at_a_time({None: 1 / 8}) == 4096 * 11008 * 9 / 8
+    assert four_bits("nf4", {"down_proj": by_columns}, {}).held_numel({None: 1 / 8}) == 4096 * 11008
+    assert four_bits("nf4", {"down_proj": by_columns}, {}).most_at_a_time({None: 1 / 8}) == 4096 * 11008 * 9 / 8
 
 
 def test_seconds_and_bytes_beside_lora_in_bf16() -> None:

@@ -54,7 +54,7 @@ def test_parameters_of_the_user_are_known() -> None:
         if name.endswith("mlp.experts"):
             replace_parameter_4bit(module, "down_proj", quant_type="fp4", blocksize=128)
     experts = [layer for name, layer in packed_layers(model).items() if "experts" in name]
-    assert [(layer.shape, layer.block, layer.kind) for layer in experts] == [((8, 128, 128), 128, "fp4")] * 4
+    assert [(layer.shape, layer.block, layer.kind) for layer in experts] == [((8, 128, 128), 128, "fp4+experts")] * 4
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     assert describe_model(adapted).shape.expert_parameters == describe_model(mixture()).shape.expert_parameters
 

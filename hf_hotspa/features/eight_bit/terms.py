@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 LLM_INT8, WEIGHT_ONLY = "int8", "int8_weight_only"
 
 
-def eight_bits(kind: str, linears: Mapping[str, Linear]) -> PackedLinears:
-    """The frozen 8-bit linear layers of every decoder layer, by name; `kind` is `LLM_INT8` or `WEIGHT_ONLY`."""
+def eight_bits(kind: str, linears: Mapping[str, Linear], experts: Mapping[str, Linear]) -> PackedLinears:
+    """The frozen 8-bit linear layers of every decoder layer, by name; `kind` is `LLM_INT8` or `WEIGHT_ONLY`. Experts
+    are not."""
     weights = sum(linear.inputs * linear.outputs for linear in linears.values())
     scales = sum(linear.outputs for linear in linears.values())
     return PackedLinears(kind, linears, 1 + 4 * scales / weights if weights else 1.0)

@@ -22,7 +22,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError
 from hf_hotspa.features.four_bit.four_bit_weight import NARROW, SCALES, FourBitWeight
-from hf_hotspa.features.four_bit.terms import BLOCK, WEIGHT_BYTES
+from hf_hotspa.features.four_bit.terms import BLOCK, WEIGHT_BYTES, WITH_EXPERTS
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.model.tensor_plan import arguments_of, is_fused
@@ -39,6 +39,10 @@ class FourBitExperts(FourBitWeight):
     leaf: ClassVar[str] = "original"
     skip: ClassVar[str] = "leave it out of quantize_experts"
 
+    @property
+    def kind(self) -> str:
+        return f"{self.quant_type}{WITH_EXPERTS}"
+
     def specs(self, spec: ParameterSpec) -> tuple[ParameterSpec, ParameterSpec]:
         """Codes, and scales."""
         return super().specs(replace(spec, experts=self.shape[0]))
@@ -47,7 +51,8 @@ class FourBitExperts(FourBitWeight):
         return getattr(module, "0").quant_state
 
     def plain_weight(self, name: str) -> str:
-        return plain_name(f"{name.rpartition('.')[0]}.{self.leaf}")
+        own = f".{SCALES}"
+        return plain_name(f"{name.removesuffix(own)}.{self.leaf}" if name.endswith(own) else name)
 
     def put(self, model: nn.Module, name: str) -> None:
         """Puts the parametrization into a fresh model, on the meta device: what wraps modules treats parametrized parameters

@@ -82,7 +82,7 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[s
         packed[name] = FourBit(
             shape=(module.out_features, module.in_features),
             block=state.blocksize,
-            kind=state.quant_type,
+            quant_type=state.quant_type,
             dtype=dtype_of(model) if weight.is_meta else state.dtype,
             compute_dtype=compute_dtype if narrow else module.compute_dtype,
             nested=weight.compress_statistics,

@@ -27,7 +27,7 @@ class FourBitWeight:
     Args:
         shape: Its shape, [..., rows, columns]. Blocks are of consecutive weights in row-major order.
         block: Weights that share a scale.
-        kind: `nf4` or `fp4`.
+        quant_type: `nf4` or `fp4`.
         dtype: The dtype of the weights before quantization; a backward pass dequantizes to it.
         compute_dtype: The dtype of products; None for the dtype of their input.
         nested: Whether scales are quantized themselves.
@@ -35,7 +35,7 @@ class FourBitWeight:
 
     shape: tuple[int, ...]
     block: int
-    kind: str
+    quant_type: str
     dtype: torch.dtype
     compute_dtype: torch.dtype | None
     nested: bool
@@ -43,6 +43,10 @@ class FourBitWeight:
     form: ClassVar[str] = "4 bits"
     leaf: ClassVar[str]
     skip: ClassVar[str]
+
+    @property
+    def kind(self) -> str:
+        return self.quant_type
 
     @property
     def numel(self) -> int:
@@ -112,7 +116,7 @@ class FourBitWeight:
             scales.contiguous().view(-1),
             shape=torch.Size(shape),
             blocksize=self.block,
-            quant_type=self.kind,
+            quant_type=self.quant_type,
             dtype=dtype,
         )
 
@@ -144,7 +148,7 @@ class FourBitWeight:
             rest = [size for at, size in enumerate(self.shape) if at != dim]
             weights = weights.view(-1, *rest).movedim(0, dim)
         codes, state = quantize_4bit(
-            weights.to(self.dtype).contiguous(), blocksize=block, compress_statistics=nested, quant_type=self.kind
+            weights.to(self.dtype).contiguous(), blocksize=block, compress_statistics=nested, quant_type=self.quant_type
         )
         made = scales_of(state) if are_scales else codes.reshape(-1)
         if dim is not None:

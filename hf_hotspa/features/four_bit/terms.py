@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 BLOCK = 64  # weights that share a scale
 WEIGHT_BYTES = 1 / 2 + 4 / BLOCK  # bytes of a weight, its share of a scale included
-KINDS = ("nf4", "fp4")
+WITH_EXPERTS = "+experts"  # after the kind: `quantize_experts`
+KINDS = ("nf4", "fp4", f"nf4{WITH_EXPERTS}", f"fp4{WITH_EXPERTS}")
 
 
-def four_bits(kind: str, linears: Mapping[str, Linear]) -> PackedLinears:
+def four_bits(kind: str, linears: Mapping[str, Linear], experts: Mapping[str, Linear]) -> PackedLinears:
     """The frozen 4-bit linear layers of every decoder layer, by name; `kind` is one of `KINDS`."""
-    return PackedLinears(kind, linears, WEIGHT_BYTES, BLOCK)
+    more = {f"experts.{name}": one for name, one in experts.items()} if kind.endswith(WITH_EXPERTS) else {}
+    return PackedLinears(kind, {**linears, **more}, WEIGHT_BYTES, BLOCK)
 
 
 def _convert(model: "PreTrainedModel", kind: str, values: "Tensor") -> None:
@@ -34,7 +36,8 @@ def _convert(model: "PreTrainedModel", kind: str, values: "Tensor") -> None:
 def _config(kind: str, double: bool) -> Any:
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double)
+    quant_type = kind.removesuffix(WITH_EXPERTS)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=double)
 
 
 TERMS = Terms(
