@@ -79,7 +79,7 @@ def put_dora(module: Any, name: str) -> None:
     is_table = isinstance(module, Embedding)
     layer = (DoraEmbeddingLayer if is_table else DoraLinearLayer)(fan_in_fan_out=is_table)
     layer.weight = nn.Parameter(torch.empty(module.out_features, device="meta"))
-    if not is_table:  # as PEFT does
+    if not is_table and not module.lora_magnitude_vector:  # as PEFT does
         module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
     module.lora_magnitude_vector[name] = layer
     module.lora_variant[name] = DoraOfEmbedding() if is_table else Dora()
