@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hotspa.checkpoint.model_files import export, merge
+from hf_hotspa.errors import UnsupportedError
 from tests.families import tiny_model
 from tests.gloo.test_after_training import EQUAL
 from tests.gloo.test_trainer import _pad
@@ -220,3 +221,28 @@ def test_a_run_whose_callback_freezes_a_part_is_saved_and_resumed(tmp_path):
     for name in begun:
         assert not torch.equal(first[name], begun[name])
         assert torch.equal(ended[name], first[name]) == ("lora_A" in name)
+
+
+class Switches(TrainerCallback):
+    """A callback that switches the model to another adapter."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            model.set_adapter("default")
+
+
+def switched_in_training(rank: int, world: int, folder: str) -> str:
+    trainer = make_trainer(
+        f"{folder}/out", world, given=made("the second", folder), callbacks=[Switches()], save_strategy="no"
+    )
+    try:
+        trainer.train()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_another_adapter_in_training_is_an_error_on_all_ranks(tmp_path):
+    begin(tmp_path)
+    for error in run_ranks(2, switched_in_training, str(tmp_path), timeout=100):
+        assert "the adapter 'default'" in error or ".lora_A.default.weight' and" in error, error

@@ -87,6 +87,7 @@ CASES = {
     "dpo of experts": Case("DPO", MOE, "pairs", {"router_aux_loss_coef": 0.3}, family=MIXTURE, reference=True, wide=True),
     "dpo with metrics": Case("DPO", TWO, "pairs", EVALUATES, reference=True, given=lambda: {"compute_metrics": hits}, wide=True),
     "kto with adapters": Case("KTO", SIX, "judged", {"desirable_weight": 0.7}, lora=True, wide=True),
+    "sft of an adapter": Case("SFT", OTHER, "completions", {**FREE, **EVALUATES}, lora="default", wide=True),
     "dpo of an adapter": Case("DPO", SIX, "pairs", EVALUATES, lora="default", wide=True),
     "dpo of an adapter, precomputed": Case("DPO", TWO, "pairs", {"precompute_ref_log_probs": True}, lora="default", wide=True),
     "kto of an adapter": Case("KTO", TWO, "judged", lora="default", wide=True),
