@@ -5,6 +5,7 @@ last complete run of every kind of machine, and its failures as well.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from tests.gpu_machine import CPU, HOST, OWN, SHARED, TITLES
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG, LIMITS, README = ROOT / "docs" / "gpu-tests.json", ROOT / "docs" / "limits.md", ROOT / "README.md"
+PROOFS, MEASURED = ROOT / "docs" / "wire.md", ROOT / "docs" / "measured.md"
+EARLIER = {HOST: ("exact", "checkpoints", "auto", "curve")}
+"""What passed on one H100 that four ranks shared, before there was a log; a run of the kind takes its place."""
 BEGIN, END = "<!-- begin: python -m tests.gpu_page -->", "<!-- end: python -m tests.gpu_page -->"
 STATUS = "**Status:**"
 
@@ -45,31 +49,46 @@ def status(runs: Runs) -> str:
     found = _nccl(runs)
     if not found:
         return (
-            f"{STATUS} alpha. Tested on CPU processes and on one H100 whose ranks talked through the host; nothing has run over "
-            "NCCL yet, so there are no multi-GPU figures ([what ran where](docs/limits.md))."
+            f"{STATUS} alpha. Tested on CPU processes, whose messages keep [NCCL's rules](docs/wire.md), and on one H100 whose ranks "
+            "talked through the host; nothing has run over NCCL yet, so there are no multi-GPU figures "
+            "([what ran where](docs/limits.md))."
         )
     where = " and ".join(f"{_name(run)} ({TITLES[run['kind']]})" for run in found)
     missing = "" if any(run["kind"] == OWN for run in found) else " Ranks shared a GPU: there are no multi-GPU figures."
     return f"{STATUS} alpha. Tested on CPU processes, and over NCCL on {where}.{missing} ([What ran where](docs/limits.md).)"
 
 
-def _cell(run: Mapping[str, Any] | None, name: str) -> str:
-    if run is None:
-        return "not run"
-    result = run["results"].get(name)
+def _cell(runs: Runs, kind: str, part: str) -> str:
+    from tests.gpu_check import part_name
+
+    if kind not in runs:
+        return "earlier" if part in EARLIER.get(kind, ()) else "not run"
+    result = runs[kind]["results"].get(part_name(part))
     return "not run" if result is None else str(result["outcome"])
 
 
 def block(runs: Runs) -> str:
     """The table of docs/limits.md."""
-    from tests.gpu_check import part_name
     from tests.gpu_parts import PARTS
 
     kinds = (OWN, SHARED, HOST, CPU)
     lines = [f"| | {' | '.join(TITLES[kind] for kind in kinds)} |", "|---|" + "---|" * len(kinds)]
     for part in PARTS.values():
-        lines.append(f"| {part.title} | {' | '.join(_cell(runs.get(kind), part_name(part.name)) for kind in kinds)} |")
-    lines.append("")
+        lines.append(f"| {part.title} | {' | '.join(_cell(runs, kind, part.name) for kind in kinds)} |")
+    proofs = sum(line.startswith("| ") for line in PROOFS.read_text().split("\n")) - 1
+    cells = [f"{proofs} runs" if kind == CPU else "not run" for kind in kinds]
+    lines.append(f"| [NCCL's rules](wire.md): order, sizes, waiting | {' | '.join(cells)} |")
+    [speed] = re.findall(r"^\| the best stock `Trainer`, .*\| (.*) \|$", MEASURED.read_text(), re.MULTILINE)
+    lines += [
+        "",
+        f"One process on one H100: {speed} times as fast as the best stock `Trainer` ([measured](measured.md#one-h100)).",
+        "",
+    ]
+    if EARLIER.keys() - runs.keys():
+        lines += [
+            "*earlier*: passed on one H100 that four ranks shared, with the strategies there were before this log existed.",
+            "",
+        ]
     for kind in kinds:
         if kind not in runs:
             continue

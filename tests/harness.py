@@ -403,6 +403,7 @@ def _call(rank: int, plan: _RankPlan) -> Any:
     import torch.distributed as dist
     from tqdm import tqdm
 
+    from tests import detail
     from tests.shared_gpu import take_gpu
 
     torch.set_num_threads(1)
@@ -418,6 +419,8 @@ def _call(rank: int, plan: _RankPlan) -> Any:
             world_size=plan.world_size,
             timeout=timedelta(seconds=plan.timeout),
         )
+    if detail.WANTED:
+        detail.separate_messages()
     fn, args = pickle.loads(plan.payload)
     value = fn(rank, plan.world_size, *args)
     if dist.is_initialized() and not plan.expect_failure:

@@ -19,7 +19,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -218,7 +220,7 @@ class Recorder:
             self._name(world, is_host=False, what="world")
         for name, (kind, reads) in METHODS.items():
             if hasattr(dist.ProcessGroup, name):
-                self._wrap(dist.ProcessGroup, name, lambda old, kind=kind, reads=reads: self._says(old, kind, reads))
+                self._wrap(dist.ProcessGroup, name, partial(self._says, kind=kind, reads=reads))
         self._wrap(dist.ProcessGroup, "_start_coalescing", self._opens)
         self._wrap(dist.ProcessGroup, "_end_coalescing", self._closes)
         self._wrap(dist.Work, "wait", self._waits)
@@ -421,22 +423,23 @@ def read_journal(path: Path, rank: int, world_size: int) -> Trace:
 
 def _stack() -> tuple[str, ...]:
     """The innermost frames of this repository, innermost first."""
-    frame, found = sys._getframe(1), list[str]()
+    frame: FrameType | None = sys._getframe(1)
+    found = list[str]()
     while frame is not None and len(found) < _DEPTH:
         name = frame.f_code.co_filename
         if name.startswith(str(ROOT)) and "site-packages" not in name and name != __file__:
             found.append(f"{name.removeprefix(f'{ROOT}/')}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(found)
 
 
 def _chooses_device() -> bool:
     """Whether a collective of torch for objects issues this: it moves what it pickles to the group's device."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == c10d.__file__ and "object" in frame.f_code.co_name:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

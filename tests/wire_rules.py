@@ -19,6 +19,7 @@ Groups for host tensors are gloo's on every machine: their messages match by tag
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.wire_recorder import Communicator, Event, Operation, Trace
 
@@ -434,7 +435,8 @@ class _Run:
             return None
         circles = [circle for node in nodes if (circle := self._circle(node))]
         if circles:
-            return Fault(self._rule("ranks wait for each other"), tuple(map(self._at, min(circles, key=len))))
+            shortest = min(circles, key=lambda circle: len(circle))
+            return Fault(self._rule("ranks wait for each other"), tuple(map(self._at, shortest)))
         for node in nodes:
             if (fault := self._alone(node)) is not None:
                 return fault
@@ -488,8 +490,8 @@ class _Run:
     def _partners(self, entry: _Entry) -> Iterator["_Node"]:
         if self._is_message(entry):
             for _, op in entry.left:
-                kind = "recv" if op.kind == "send" else "send"
-                yield self._pending(op.peer, entry.comm, lambda o, kind=kind: o.kind == kind and o.peer == entry.rank)
+                wanted = "recv" if op.kind == "send" else "send", entry.rank
+                yield self._pending(op.peer, entry.comm, partial(_is_of, wanted))
             return
         for rank in self.communicators[entry.comm].ranks:
             head = self._head(rank, entry.comm)
@@ -553,6 +555,10 @@ class _Run:
 
 _Node = tuple[int, int, bool]
 """A rank, an event, and whether it is the head of a queue rather than where a thread is."""
+
+
+def _is_of(wanted: tuple[str, int], op: Operation) -> bool:
+    return (op.kind, op.peer) == wanted
 
 
 def _fits(first: Operation, op: Operation, at: int, size: int) -> bool:

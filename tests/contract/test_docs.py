@@ -60,6 +60,11 @@ def test_the_numbers_of_the_readme_are_measured_ones():
     measured = " ".join((ROOT / "docs" / "measured.md").read_text().split())
     [span] = re.findall(r"(\S+ to \S+ times as fast as the fastest of)", " ".join(gain.split()))
     assert span in measured
+    [of_one_gpu] = re.findall(r"one H100, by packing alone, (\S+ to \S+) times", gain)
+    assert f"| the best stock `Trainer`, [one H100](#one-h100) | 80 GB | {of_one_gpu} |" in measured
+    [off] = re.findall(r"how far off predictions are\]\(\S+\): (\S+) in the median", gain)
+    assert re.search(rf"\| \*\*seconds\*\*.*?\| {off} \|", (ROOT / "docs" / "predicted.md").read_text())
+    assert gain.index(of_one_gpu) < gain.index("Predicted")
     # what is predicted is in the output of the command below it
     [predicted] = re.findall(r"(\d\.\d\d) times the speed of FSDP", gain)
     assert f"Yes: {predicted}x over FSDP" in text
