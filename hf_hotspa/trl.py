@@ -77,11 +77,6 @@ EXPERIMENTAL = {  # trainers of `trl.experimental`, and their modules there
     "GOLD": "gold", "SDFT": "sdft", "SDPO": "sdpo", "IWOPD": "iw_opd", "OnlineDPO": "online_dpo",
     "AsyncDistillation": "async_distillation", "AsyncGRPO": "async_grpo",
 }  # fmt: skip
-FRONTS = {
-    "Distillation": "OverDistillation",
-    "ServerDistillation": "OverServer",
-    "GKD": "OverGKD",
-}  # in `trl_distillation`
 UNSUPPORTED = {  # of these: why, and what to do
     "GOLD": ("its loss compares two vocabularies, by the text of their tokens", "use GKD, or TRL's own class"),
     "SDFT": ("its teacher follows the trained weights", "use TRL's own class"),
@@ -701,6 +696,12 @@ class RunTaught(RunOverTRL):
     def start(self, loader: object = None) -> SwitchedModel:
         trainer = self.trainer
         if self.model is None and self.given_reference is not None:
+            if is_wrapped(self.given_reference):
+                raise UnsupportedError(
+                    "a teacher with an adapter",
+                    why="its layers run as the model's own class does",
+                    fix="give teacher.merge_and_unload()",
+                )
             bf16 = torch.bfloat16 if trainer.args.bf16 else None
             own, other = (_sizes(model, bf16) for model in (trainer.model, self.given_reference))
             trainer.args.scoring = Scoring().taught(own, other)
@@ -712,12 +713,6 @@ class RunTaught(RunOverTRL):
 
     def _frozen(self, reference: nn.Module, trained: SwitchedModel) -> Teacher:
         reference = self.trainer.accelerator.unwrap_model(reference, keep_fp32_wrapper=False)
-        if is_wrapped(reference):
-            raise UnsupportedError(
-                "a teacher with an adapter",
-                why="its layers run as the model's own class does",
-                fix="give teacher.merge_and_unload()",
-            )
         if not vars(self.trainer.args).get("seq_kd"):  # then it generates itself
             reference.to("cpu")
         return Teacher(reference, trained.engine)
@@ -786,7 +781,7 @@ class OverDistillation(_Taught, OverOnline):
         """As TRL: the loss, the sum of the student's entropies, and the number of tokens that count."""
         run = self._hotspa
         if run.backing.is_stock:
-            return super()._compute_loss(model, inputs, num_items_in_batch)
+            return super(OverOnline, self)._compute_loss(model, inputs, num_items_in_batch)
         completion, counted = inputs["completion_ids"], inputs["completion_mask"] != 0
         if "tool_mask" in inputs:
             counted = counted & (inputs["tool_mask"] != 0)

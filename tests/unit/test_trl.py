@@ -212,3 +212,33 @@ def test_a_reference_of_another_build_has_an_engine_of_its_own(tmp_path: Any) ->
         if extra:
             made.close_engine()
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Distillation", "GKD"])
+def test_a_distillation_that_cannot_be_switched_is_trls(kind: str, tmp_path: Any) -> None:
+    trainer, config = names(kind)
+    own = {"lmbda": 1.0, "max_new_tokens": 4} if kind == "GKD" else {"max_completion_length": 4}
+    asked = {**COMMON, "max_steps": 2, "per_device_train_batch_size": 2, "optim": "adafactor", **own}
+    made = trainer(
+        small(dtype=torch.float32), args=config(str(tmp_path), **asked), processing_class=tokenizer(),
+        teacher_model=small("qwen3_qk_norm_tied", torch.float32, hidden_size=96),
+        train_dataset=rows("chats" if kind == "GKD" else "prompts", str(tmp_path / "rows"), 8),
+    )  # fmt: skip
+    made.train()
+    assert made.engine is None
+    assert made.state.global_step == 2
+
+
+def test_a_teacher_that_does_not_fit_is_named_before_the_first_step(tmp_path: Any) -> None:
+    trainer, config = names("Distillation")
+
+    def made(teacher: Any) -> Any:
+        args = config(str(tmp_path), **{**ONE, "max_completion_length": 4})
+        data = rows("prompts", str(tmp_path / "rows"), 8)
+        student = small(dtype=torch.float32)
+        return trainer(student, teacher_model=teacher, args=args, processing_class=tokenizer(), train_dataset=data)
+
+    with pytest.raises(ValueError, match="vocab_size"):  # of TRL
+        made(tiny_model("llama_gqa_bias", vocab_size=300))
+    with pytest.raises(UnsupportedError, match="a teacher with an adapter"):
+        made(tiny_lora("llama_gqa_bias", model={"vocab_size": 259})).train()
