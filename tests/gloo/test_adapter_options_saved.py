@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -15,8 +15,8 @@ from tests.gloo.test_adapter_options import CASES, PLAIN, SOME
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, _pad, dataset_rows
 from tests.harness import run_ranks
 from tests.lora import tiny_lora, trained
-from tests.oracle import exact_in_double, relative_error
-from tests.training_runs import contents, make_trainer, newest, one_run
+from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.training_runs import contents, make_trainer, newest, one_run, train
 
 pytestmark = pytest.mark.gloo
 
@@ -73,6 +73,45 @@ def test_peft_loads_what_is_saved_bit_for_bit(name, tmp_path):
     assert merged.keys() == expected.keys()
     assert all(torch.equal(merged[n], expected[n]) for n in merged)
     assert "lm_head.weight" in merged
+
+
+# -- new tokens: embeddings that were resized after loading, of which both ends are trained copies -----------------------
+
+
+def with_new_tokens(base):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + 5)
+    return model
+
+
+def new_tokens_run(rank, world, folder):
+    torch.manual_seed(4)
+    ends = ["embed_tokens", "lm_head"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=ends, task_type="CAUSAL_LM")
+    options = {"max_steps": 2, "save_steps": 1}
+    runs, losses = [], []
+    for output, resume in ((f"{folder}/a", None), (f"{folder}/b", f"{folder}/a/checkpoint-1")):
+        torch.manual_seed(len(runs))  # other rows of new tokens in the base, which nothing reads
+        model = get_peft_model(with_new_tokens(f"{folder}/base"), config)
+        trainer = make_trainer(output, world, given=model, rows=random_rows(12, 168, longest=60), **options)
+        losses.append(train(trainer, resume))
+        trainer.save_model(f"{output}/saved")
+        runs.append(trained(trainer.model))
+    return losses, runs
+
+
+@pytest.mark.slow
+def test_new_tokens_whose_embeddings_are_copies_are_saved_and_resumed(tmp_path):
+    tiny_model(PLAIN).save_pretrained(tmp_path / "base")
+    (losses, (weights, again)), _ = run_ranks(2, new_tokens_run, str(tmp_path))
+    assert losses[1] == {2: losses[0][2]}
+    assert all(torch.equal(again[n], weights[n]) for n in weights)
+    export(newest(tmp_path / "a"), tmp_path / "exported")
+    for folder in ("a/saved", "exported"):
+        found = trained(
+            PeftModel.from_pretrained(with_new_tokens(tmp_path / "base"), tmp_path / folder, is_trainable=True)
+        )
+        assert all(torch.equal(found[n], weights[n]) for n in weights), folder
 
 
 # -- LoRA+: groups of rates that PEFT makes ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from hf_hotspa.costs.terms import packed_forms
 from hf_hotspa.engine.loading import open_model
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
 from hf_hotspa.model.packed_layer import packed_layers
 
@@ -36,10 +36,11 @@ def open_qlora(
         experts: Whether fused experts are quantized, too (`quantize_experts`).
 
     Raises:
-        HotspaError: as of `open_model`; also for another quantization.
+        HotspaError: as of `open_model`; also for another quantization, and for an adapter that is made of weights.
     """
     from peft import get_peft_model, prepare_model_for_kbit_training
 
+    _refuse_made_of_weights(adapter)
     model = open_model(Path(folder).expanduser())
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=None)
@@ -56,6 +57,21 @@ def open_qlora(
         quantize_experts(model, quantization)
     with _staying_on_cpu():
         return get_peft_model(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False), adapter)
+
+
+_MADE_OF_WEIGHTS = ("use_dora", "modules_to_save", "trainable_token_indices")
+
+
+def _refuse_made_of_weights(adapter: "LoraConfig") -> None:
+    given = {option: value for option in _MADE_OF_WEIGHTS if (value := getattr(adapter, option))}
+    if adapter.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        given["init_lora_weights"] = adapter.init_lora_weights
+    for option, value in given.items():
+        raise UnsupportedError(
+            f"open_qlora with {option}={value!r}",
+            why="PEFT makes it of the base's weights, which are read later, by slices",
+            fix="load the base in every process (from_pretrained with the BitsAndBytesConfig), and use get_peft_model",
+        )
 
 
 @contextmanager

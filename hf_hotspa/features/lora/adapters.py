@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.features.lora.expert_deltas import ExpertDelta, mend_wrappers
@@ -329,7 +328,6 @@ def _scalings(bare: nn.Module) -> dict[str, dict[str, float]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    head = bare.get_output_embeddings() if isinstance(bare, PreTrainedModel) else None
     scalings, packed = dict[str, dict[str, float]](), packed_layers(bare)
     for path, module in bare.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
@@ -351,7 +349,8 @@ def _scalings(bare: nn.Module) -> dict[str, dict[str, float]]:
                 why=_WHY,
                 fix="target plain linear layers and embeddings",
             )
-        _refuse_variants(path, module, is_head=module is head)
+        in_layers = any(part.isdigit() for part in path.split("."))
+        _refuse_variants(path, module, is_head=isinstance(base, nn.Linear) and not in_layers)
         scalings[path] = {adapter: float(factor) for adapter, factor in module.scaling.items()}
     return scalings
 
