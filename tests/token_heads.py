@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers.models.llama import LlamaModel, LlamaPreTrainedModel
 
+from hf_hotspa.features.heads.pooling import Pooling
 from tests.families import tiny_model
 from tests.oracle import exact_in_double
 from tests.qlora import WIDE
@@ -45,14 +46,52 @@ class TwoRewards(LlamaPreTrainedModel):
         return {"loss": loss, "logits": torch.cat([helpful[:, None], safe], 1)}
 
 
+class Embedder(LlamaPreTrainedModel):
+    """A user's model: pooled hidden states, compared with directions; or, without `pooling`, all of them."""
+
+    pooling: str | None = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.pool = Pooling(self.pooling) if self.pooling else None
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        if self.pool is not None:
+            pooled = self.pool(hidden, attention_mask)
+        else:
+            pooled = (hidden.tanh() * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+        unit = nn.functional.normalize(pooled, dim=-1)
+        return {"loss": None if labels is None else similarity(unit, labels), "logits": unit}
+
+
+class MeanEmbedder(Embedder):
+    pooling = "mean"
+
+
+class LastEmbedder(Embedder):
+    pooling = "last"
+
+
+def similarity(unit: Tensor, labels: Tensor) -> Tensor:
+    """A loss of all rows of a batch together."""
+    return ((unit @ unit.T) ** 2).mean() + (unit[:, : labels.shape[1]] * labels).sum()
+
+
+OWN = {"own": TwoRewards, "embed": Embedder, "embed mean": MeanEmbedder, "embed last": LastEmbedder}
+"""Users' models by kind."""
+
+
 def headed(family: str, kind: str, labels: int, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """A tiny model of a family with random norms, and a head of so many labels."""
     config = MistralConfig(**MISTRAL) if family == "mistral" else copy.deepcopy(tiny_model(family, dtype).config)
     config.update({"pad_token_id": PAD, "num_labels": labels, "classifier_dropout": 0.0, **changes})
     torch.manual_seed(1)
     attention = {"attn_implementation": "eager" if family.startswith("gemma2") else "sdpa"}
-    if kind == "own":
-        model = TwoRewards(config)
+    if kind in OWN:
+        model = OWN[kind](config)
     elif kind == "tokens":
         model = AutoModelForTokenClassification.from_config(config, **attention)
     else:
@@ -145,6 +184,8 @@ def reference(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[Tensor
 def _loss(model: Any, outputs: Tensor, labels: Tensor) -> Tensor:
     if isinstance(model, TwoRewards):
         return ((outputs[:, 0] - labels[:, 0]) ** 2 + (outputs[:, 1:] - labels[:, 1:]).abs().sum(1)).mean()
+    if isinstance(model, Embedder):
+        return similarity(outputs, labels)
     if outputs.dim() == 3:
         return model.loss_function(outputs, labels, model.config)
     return model.loss_function(logits=outputs, labels=labels, pooled_logits=outputs, config=model.config)

@@ -111,11 +111,16 @@ class Readout(Protocol):
     @property
     def width(self) -> int: ...
 
+    def factors(self, length: int, positions: slice) -> Tensor | None:
+        """fp64: the factors of some tokens of a document of so many tokens, whose outputs add up to one output of the
+        document; None if each token has its outputs."""
+
     def reader(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Of a replica's model on a last stage: maps hidden states [1, t, h] to [1, t, width]."""
 
     def outputs(self, model: nn.Module, numbers: Tensor, given: Mapping[str, Any]) -> Any:
-        """What the model's own forward returns for `given`, from the `numbers` [B, L, width] of its tokens. Its base and the
+        """What the model's own forward returns for `given`, from the `numbers` [B, L, width] of its tokens ([B, width]
+        of its rows, with `factors`). Its base and the
         modules that make these are not called. Raises `UnsupportedError`: it asks the base for more, or changes its
         inputs."""
 

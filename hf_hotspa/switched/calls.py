@@ -215,7 +215,7 @@ def labels_of_columns(labels: Tensor, num_columns: int, kept: int | Tensor) -> T
 def too_many_logits(shape: tuple[int, int], steps: "Steps") -> UnsupportedError | None:
     """The error for logits of more than `logit_bytes`; None for fewer."""
     passes, most = steps.passes, steps.logit_bytes
-    size = math.prod(shape) * passes.num_logits * passes.wide.itemsize
+    size = math.prod(shape[:1] if passes.pools else shape) * passes.num_logits * passes.wide.itemsize
     if size <= most:
         return None
     return UnsupportedError(
@@ -306,6 +306,7 @@ class Call:
         ids = batch["input_ids"]
         assert ids is not None
         self.shape, self.device = (ids.shape[0], ids.shape[1]), ids.device
+        self.pools = steps.passes.pools
         self.shift = int(batch.get("shift_labels") is None)
         self.documents, self.of_step, self.version, self.training = documents, of, steps.version, training
         self.ranges = of.add(facts, documents, steps.engine.rank)
@@ -328,6 +329,15 @@ class Call:
         out = torch.zeros(*self.shape, *rest, dtype=dtype)
         for place, values in zip(self.places, of_documents, strict=True):
             out[place] = values.to(dtype)
+        return out.to(self.device)
+
+    def lay_out_logits(self, of_documents: Sequence[Tensor], dtype: torch.dtype, width: int) -> Tensor:
+        """[B, L, V], or of documents (`Passes.pools`) [B, V]."""
+        if not self.pools:
+            return self.lay_out(of_documents, dtype, (width,))
+        out = torch.zeros(self.shape[0], width, dtype=dtype)
+        for (row, _), values in zip(self.places, of_documents, strict=True):
+            out[row] = values[0].to(dtype)
         return out.to(self.device)
 
     def column(self, index: int, dtype: torch.dtype) -> Tensor:
@@ -370,7 +380,7 @@ class Call:
         arrived.any = True
         for place in self.places:
             padding[place] = False
-        arrived.reads_padding |= bool(gradient[padding.to(gradient.device)].any())
+        arrived.reads_padding |= not self.pools and bool(gradient[padding.to(gradient.device)].any())
         if arrived.logits is None:
             arrived.logits = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).clone()
         else:
@@ -379,6 +389,12 @@ class Call:
     def of_document(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Splits [B, L, ...] into [length, ...] of each document of this rank."""
         return zip(self.mine, map(whole.__getitem__, self.places), strict=True)
+
+    def of_logits(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The same of what `lay_out_logits` returns."""
+        if not self.pools:
+            return self.of_document(whole)
+        return zip(self.mine, (whole[row : row + 1] for row, _ in self.places), strict=True)
 
     def probabilities(self) -> Tensor:
         """The probability of each label, [B, L] fp64 on the host; not 0."""
@@ -728,7 +744,7 @@ class Assumptions:
                     tokens[number] = of_rank
                     has_entropy |= bool(of_rank[:, 1].any())
             if call.arrived.logits is not None:
-                parts = call.of_document(call.arrived.logits)
+                parts = call.of_logits(call.arrived.logits)
                 upstream.logits |= {n: part / world for n, part in parts if bool(part.any())}
         upstream.tokens, upstream.columns = tokens, bool(tokens) + has_entropy
         return upstream

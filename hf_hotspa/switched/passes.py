@@ -57,6 +57,9 @@ from hf_hotspa.strategy import Bucket, Strategy
 # rank's shard.
 
 
+Factors = Callable[[int, slice], Tensor | None]
+
+
 @dataclass
 class Tape:
     """The results and the upstream gradients of a pass on this rank; None if not used."""
@@ -67,7 +70,9 @@ class Tape:
     fields: int = 1  # how many of the first `scores.FIELDS` are written
     # [n, fields], fp32 or wider. Written where tp is 0; 0 for tokens of other ranks of cp.
     values: Tensor | None = None
-    logits: dict[int, Tensor] | None = None  # by document [length, v] in host memory, 0 for tokens of other ranks of cp
+    # by document [length, v] in host memory, 0 for tokens of other ranks of cp; with `factors` [1, v], the sum over them
+    logits: dict[int, Tensor] | None = None
+    factors: Factors = lambda document, positions: None  # see `Readout.factors`
     auxiliary: Tensor | None = None  # fp64 [D, sums of an `AuxiliaryLoss`], over a document's tokens here
     weights: Tensor | None = None  # fp64 [D], the gradient by every log-probability of a document
     by_probability: bool = False  # whether each token's probability multiplies these
@@ -154,7 +159,7 @@ class TapedReplica(Attachment, Objective):
             written = torch.stack([*map(Tensor.detach, scores[: tape.fields])], 1)
             tape.values[place[kept]] = written[kept].to(tape.values)
         if tape.logits is not None:
-            _write_logits(tape.logits, pack.micro_batch, logits.detach(), tokens)
+            _write_logits(tape.logits, pack.micro_batch, logits.detach(), tokens, tape.factors)
         log_probs = scores[0]
         if tape.own is not None and pack.tokens is not None and isinstance(loss.own, TokenLoss):
             of_value, of_gradient = tape.own
@@ -190,7 +195,7 @@ class TapedReplica(Attachment, Objective):
         of_pack = torch.zeros(micro_batch.num_tokens, width, dtype=next(iter(given.values())).dtype)
         for document, positions, tokens in sequences:
             if document in given:
-                of_pack[tokens] = given[document][positions]
+                of_pack[tokens] = _of_tokens(given[document], positions, tape.factors(document, positions))
         return of_pack.to(micro_batch.labels.device)
 
 
@@ -206,14 +211,24 @@ def rows_of(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return of_tokens[:, 0], of_tokens[:, 1]
 
 
-def _write_logits(tables: dict[int, Tensor], micro_batch: MicroBatch, logits: Tensor, tokens: slice) -> None:
-    """Copies logits [t, v] of a pack into the tables of their documents."""
+def _of_tokens(gradients: Tensor, positions: slice, factors: Tensor | None) -> Tensor:
+    """[t, v] of some tokens of a document, from the gradients of all its tokens, or of their sum [1, v]."""
+    return gradients[positions] if factors is None else factors.to(gradients)[:, None] * gradients
+
+
+def _write_logits(
+    tables: dict[int, Tensor], micro_batch: MicroBatch, logits: Tensor, tokens: slice, of: Factors
+) -> None:
+    """Copies logits [t, v] of a pack into the tables of their documents, or adds them up there."""
     for document, positions, place in pieces(micro_batch):
         first, stop = max(place.start, tokens.start), min(place.stop, tokens.stop)
         if document in tables and first < stop:
             shift = positions.start - place.start
-            table = tables[document]
-            table[first + shift : stop + shift] = logits[first - tokens.start : stop - tokens.start].to(table)
+            table, part = tables[document], logits[first - tokens.start : stop - tokens.start]
+            if (factors := of(document, slice(first + shift, stop + shift))) is None:
+                table[first + shift : stop + shift] = part.to(table)
+            else:
+                table += (factors.to(part.device, table.dtype)[:, None] * part.to(table.dtype)).sum(0).to(table)
 
 
 def pieces(micro_batch: MicroBatch) -> Iterator[tuple[int, slice, slice]]:
@@ -595,6 +610,9 @@ class Passes:
         self.facts: Callable[[], Mapping[str, str]] = dict
         self.evaluated = engine.buckets  # the buckets in eval mode without gradients
         engine.attach(lambda replica: TapedReplica(replica, self.taping))
+        readout = engine.description.readout
+        self.factors: Factors = readout.factors if readout is not None else lambda length, positions: None
+        self.pools = self.factors(1, slice(0, 1)) is not None  # whether logits are of documents, not of tokens
         # of a replica, if it has such a loss
         self.auxiliary: AuxiliaryLoss | None = next(iter(engine.phases.values())).replica.auxiliary
         self._scored: tuple[tuple[int | None, bool, int], Evaluation] | None = None
@@ -603,6 +621,10 @@ class Passes:
     @property
     def num_logits(self) -> int:
         return sum(next(iter(self.engine.phases.values())).replica.head.objective.logit_widths)
+
+    def _rows(self, documents: Documents, number: int) -> int:
+        """The rows of a document's table of logits."""
+        return 1 if self.pools else documents.lengths[number]
 
     def _columns_of(self, strategy: Strategy, rank: int, gives: bool = False) -> slice:
         """The columns of logits on a rank. If they are not cut, all ranks of tp have the same, of which one rank
@@ -717,7 +739,7 @@ class Passes:
                 offsets[number], total = total, total + documents.lengths[number]
                 columns = self._columns_of(strategy, engine.rank, gives=True) if wanted.logits else slice(0, 0)
                 if columns.stop > columns.start:
-                    shape = documents.lengths[number], columns.stop - columns.start
+                    shape = self._rows(documents, number), columns.stop - columns.start
                     logits[number] = torch.zeros(shape, dtype=self.wide)
         self._offsets, fields, auxiliary = offsets, 1 if wanted.sums else wanted.fields, None
         if wanted.auxiliary and self.auxiliary is not None:
@@ -729,6 +751,7 @@ class Passes:
             fields=fields,
             values=torch.zeros(total, fields, dtype=self.wide, device=device) if fields else None,
             logits=logits if wanted.logits else None,
+            factors=lambda number, positions: self.factors(documents.lengths[number], positions),
             auxiliary=auxiliary,
             weights=None if upstream.weights is None else upstream.weights.to(device),
             by_probability=upstream.by_probability,
@@ -784,7 +807,7 @@ class Passes:
             return None
         if documents.owners[number] == self.engine.rank:
             return self._here.pop(number)
-        part = torch.empty(documents.lengths[number], self._coming.pop(number), dtype=self.wide)
+        part = torch.empty(self._rows(documents, number), self._coming.pop(number), dtype=self.wide)
         if not part.numel():
             return part
         return self.engine.agreement.receive(part, documents.owners[number], number)
@@ -828,7 +851,8 @@ class Passes:
         for number, strategy, replica in places(plan):
             if documents.owners[number] != engine.rank:
                 continue
-            whole = results.logits[number] = torch.zeros(documents.lengths[number], num_logits, dtype=self.wide)
+            rows = self._rows(documents, number)
+            whole = results.logits[number] = torch.zeros(rows, num_logits, dtype=self.wide)
             for rank in last_ranks(strategy, replica):
                 columns = self._columns_of(strategy, rank, gives=True)
                 if columns.stop == columns.start:

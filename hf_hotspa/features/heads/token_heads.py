@@ -4,6 +4,7 @@ The forward of such a model calls its base, then modules that map the hidden sta
 computes the rest from their outputs: which token counts, a loss. On a replica's last stage only these modules run.
 On the rank that has the rows the class's forward itself runs, unchanged, on a shallow copy of the model: its base returns a
 `Mark` in the place of hidden states, and a head that is called with the mark returns the numbers that the replicas have made.
+If the forward itself uses hidden states, these are what the replicas give, all of them or, of a `Pooling`, one for each row.
 Anything else that the forward does with a mark raises an error by name, so nothing is left out in silence.
 """
 
@@ -18,11 +19,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import TransformersKwargs
 
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.features.heads.pooling import MEAN, Pooling
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
 from hf_hotspa.parallel.wrapped_model import bare_model
@@ -41,15 +44,22 @@ def _read_by(kinds: frozenset[type[nn.Module]]) -> frozenset[str]:
 
 
 class Head(NamedTuple):
-    """Modules that run one after another on a token's hidden state, and how many numbers the last one returns."""
+    """Modules that run one after another on a token's hidden state, and how many numbers the last one returns; without
+    modules the hidden state itself."""
 
     modules: tuple[str, ...]
     width: int
+    pooling: str = ""  # the kind of a `Pooling` at the end
+
+
+class _UsedError(UnsupportedError):
+    """A mark is used by the forward itself."""
+
+    path: tuple[str, ...] = ()
 
 
 class Mark(Tensor):
-    """Stands for hidden states [B, L, h] in the model's own forward, or for what modules without weights make of them: only
-    modules that map single tokens may use it."""
+    """Stands for hidden states [B, L, h] in the model's own forward, or for what modules without weights make of them."""
 
     path: tuple[str, ...]  # the modules that have been called, from the hidden states on
 
@@ -70,7 +80,9 @@ class Mark(Tensor):
                 return func(*args, **cast(dict[str, object], kwargs or {}))
             if name == "to" and args[1:] and args[1] in (args[0].dtype, args[0].device):
                 return args[0]
-        raise _unsupported(f"uses hidden states by itself ({name})")
+        error = _UsedError(f"the forward of the model uses hidden states by itself ({name})", fix=_FIX)
+        error.path = next(each.path for each in tree_leaves((args, kwargs)) if isinstance(each, Mark))
+        raise error
 
 
 _FACTS = frozenset({"shape", "dtype", "device", "size", "dim", "ndim", "requires_grad", "is_cuda", "layout", "__len__"})
@@ -145,8 +157,11 @@ class _Forward:
                 )
         ids = self._given["input_ids"]
         text = base.config.get_text_config()  # type: ignore[union-attr,operator]
-        hidden = torch.zeros((), dtype=base.dtype, device=ids.device)  # type: ignore[call-overload]
-        return BaseOutput(last_hidden_state=Mark.make(hidden.expand(*ids.shape, text.hidden_size), ()))
+        hidden = self._number_of(())
+        if hidden is None:
+            some = torch.zeros((), dtype=base.dtype, device=ids.device)  # type: ignore[call-overload]
+            hidden = Mark.make(some.expand(*ids.shape, text.hidden_size), ())
+        return BaseOutput(last_hidden_state=hidden)
 
     def _head(self, name: str, module: nn.Module, *args: object, **kwargs: object) -> object:
         if not any(isinstance(value, Mark) for value in (*args, *kwargs.values())):
@@ -155,6 +170,8 @@ class _Forward:
                     f"calls {name!r} with other values than hidden states", "its weights are in the replicas"
                 )
             return module(*args, **kwargs)
+        if isinstance(module, Pooling) and len(args) == 2 and args[1] is self._given.get("attention_mask"):
+            args = args[:1]
         if len(args) != 1 or kwargs:
             raise _unsupported(f"calls {name!r} with more than hidden states")
         mark = cast(Mark, args[0])
@@ -174,9 +191,19 @@ class TokenHeads:
     def width(self) -> int:
         return sum(head.width for head in self.heads)
 
+    def factors(self, length: int, positions: slice) -> Tensor | None:
+        """See `Readout.factors`."""
+        pooling = self.heads[0].pooling
+        if not pooling:
+            return None
+        if pooling == MEAN:
+            return torch.full((positions.stop - positions.start,), 1.0 / length, dtype=torch.float64)
+        return (torch.arange(positions.start, positions.stop) == length - 1).double()
+
     def reader(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Maps hidden states [1, t, h] to [1, t, width]; each module of a chain runs once."""
         modules = {name: model.get_submodule(name) for head in self.heads for name in head.modules}
+        modules = {name: nn.Identity() if isinstance(m, Pooling) else m for name, m in modules.items()}
 
         def read(hidden: Tensor) -> Tensor:
             known: dict[tuple[str, ...], Tensor] = {(): hidden}
@@ -200,10 +227,16 @@ class TokenHeads:
         numbers here."""
         ids, mask = given["input_ids"], given.get("attention_mask")
         padding = torch.zeros(ids.shape, dtype=torch.bool) if mask is None else mask == 0
+        pools, positions = bool(self.heads[0].pooling), given.get("position_ids")
+        if pools and positions is not None and bool(((positions[:, 1:] == 0) & ~padding[:, 1:]).any()):
+            return _unsupported("pools rows of several documents", "each document is run by itself")
         outs = list[Any]()
         try:
-            for fill in (0.0, 1.0) if bool(padding.any()) else (0.0,):
-                numbers = (padding * fill).to(ids.device, model.dtype)[..., None] * torch.arange(1.0, self.width + 1)
+            for fill in (0.0, 1.0) if bool(padding.any()) and not pools else (0.0,):
+                of_tokens = (padding * fill).to(ids.device, model.dtype)[..., None]
+                numbers = (of_tokens[:, 0] if pools else of_tokens) * torch.arange(
+                    1.0, self.width + 1, device=ids.device
+                )
                 with torch.no_grad(), torch.random.fork_rng():
                     outs.append(self.outputs(model, numbers.to(model.dtype), given))
         except UnsupportedError as error:
@@ -232,10 +265,13 @@ class TokenHeads:
             hidden = top(**given, use_cache=False).last_hidden_state
             read = self.reader(bare)
             numbers, own = read(hidden), type(bare).forward(bare, **given)
+            factors = self.factors(ids.shape[1], slice(0, ids.shape[1]))
             for other, part in ((hidden.flip(1), numbers.flip(1)), (hidden[:, 2:5], numbers[:, 2:5])):
                 if not _close(read(other), part):
                     names = sorted({name for head in self.heads for name in head.modules})
                     raise _unsupported(f"has the heads {names}, of which one mixes tokens")
+            if factors is not None:
+                numbers = (factors.to(numbers)[:, None] * numbers).sum(1)
             if not all(map(_close, _tensors(self.outputs(bare, numbers, given)), _tensors(own))):
                 raise _unsupported("returns something else than follows from its heads")
 
@@ -291,32 +327,50 @@ def read_heads(model: nn.Module) -> TokenHeads | None:
     top = _top_of_base(bare)
     if top is None or any(not getattr(m, "is_causal", True) for m in bare.modules() if calls_attention(m)):
         return None
-    widths = dict[tuple[str, ...], int]()
-
-    def number_of(path: tuple[str, ...]) -> Tensor | None:
-        module = bare.get_submodule(path[-1])
-        if not any(True for _ in module.parameters()):
-            return None
-        widths[path] = _width(path[-1], module, bare)
-        return torch.zeros(1, 4, widths[path], dtype=bare.dtype)
-
-    ids = torch.arange(4)[None]
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            _Forward(bare, top, given, number_of).run()
-    except UnsupportedError:
-        raise
-    except Exception as failure:
-        raise _unsupported(f"fails on 4 tokens: {type(failure).__name__}: {failure}") from failure
-    heads = tuple(Head(path, width) for path, width in widths.items())
-    if not heads:
-        raise _unsupported("gives hidden states to no module")
+    heads = _heads_of(bare, top)
     known = tuple(f"{name}." for name in (top, *(name for head in heads for name in head.modules)))
     outside = [name for name, _ in bare.named_parameters() if not name.startswith(known)]
     if outside:
         raise _unsupported(f"has the parameters {outside[:3]} outside of its base and of modules over hidden states")
     return TokenHeads(top, heads)
+
+
+def _heads_of(bare: PreTrainedModel, top: str) -> tuple[Head, ...]:
+    """Runs the forward on 4 tokens without its base: once more for each use of hidden states by itself."""
+    as_they_are = set[tuple[str, ...]]()
+    heads = dict[tuple[str, ...], Head]()
+
+    def number_of(path: tuple[str, ...]) -> Tensor | None:
+        module = bare.get_submodule(path[-1]) if path else nn.Identity()
+        is_pooling = isinstance(module, Pooling)
+        if not (is_pooling or path in as_they_are or any(True for _ in module.parameters())):
+            return None
+        width = _width(path[-1], module, bare) if path and not is_pooling else bare.config.get_text_config().hidden_size
+        heads[path] = Head(path, width, module.kind if is_pooling else "")
+        return torch.zeros(1, *([] if is_pooling else [4]), width, dtype=bare.dtype)
+
+    ids = torch.arange(4)[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    while True:
+        heads.clear()
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                out = _Forward(bare, top, given, number_of).run()
+            used = {each.path for each in _tensors(out) if isinstance(each, Mark)}
+        except _UsedError as error:
+            used = {error.path}
+        except UnsupportedError:
+            raise
+        except Exception as failure:
+            raise _unsupported(f"fails on 4 tokens: {type(failure).__name__}: {failure}") from failure
+        if not used:
+            break
+        as_they_are |= used
+    if not heads:
+        raise _unsupported("gives hidden states to no module")
+    if len(heads) > 1 and any(head.pooling for head in heads.values()):
+        raise _unsupported("has a Pooling beside other heads", "its outputs are of rows, and others of tokens")
+    return tuple(heads.values())
 
 
 def _has_output_embedding(model: PreTrainedModel) -> bool:
