@@ -306,7 +306,6 @@ class Call:
         ids = batch["input_ids"]
         assert ids is not None
         self.shape, self.device = (ids.shape[0], ids.shape[1]), ids.device
-        self.pools = steps.passes.pools
         self.shift = int(batch.get("shift_labels") is None)
         self.documents, self.of_step, self.version, self.training = documents, of, steps.version, training
         self.ranges = of.add(facts, documents, steps.engine.rank)
@@ -331,9 +330,9 @@ class Call:
             out[place] = values.to(dtype)
         return out.to(self.device)
 
-    def lay_out_logits(self, of_documents: Sequence[Tensor], dtype: torch.dtype, width: int) -> Tensor:
+    def lay_out_logits(self, of_documents: Sequence[Tensor], dtype: torch.dtype, width: int, pools: bool) -> Tensor:
         """[B, L, V], or of documents (`Passes.pools`) [B, V]."""
-        if not self.pools:
+        if not pools:
             return self.lay_out(of_documents, dtype, (width,))
         out = torch.zeros(self.shape[0], width, dtype=dtype)
         for (row, _), values in zip(self.places, of_documents, strict=True):
@@ -380,7 +379,7 @@ class Call:
         arrived.any = True
         for place in self.places:
             padding[place] = False
-        arrived.reads_padding |= not self.pools and bool(gradient[padding.to(gradient.device)].any())
+        arrived.reads_padding |= gradient.dim() == 3 and bool(gradient[padding.to(gradient.device)].any())
         if arrived.logits is None:
             arrived.logits = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).clone()
         else:
@@ -392,7 +391,7 @@ class Call:
 
     def of_logits(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The same of what `lay_out_logits` returns."""
-        if not self.pools:
+        if whole.dim() == 3:
             return self.of_document(whole)
         return zip(self.mine, (whole[row : row + 1] for row, _ in self.places), strict=True)
 

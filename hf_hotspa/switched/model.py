@@ -257,7 +257,9 @@ class Outputs:
         call.has = call.has._replace(logits=False)  # now the caller's
         parts = [results.logits.pop(number) for number in call.mine]
         dtype = self._runner.steps.engine.description.compute_dtype
-        return self._leaf(call.add_logits, call.lay_out_logits(parts, dtype, self._passes.num_logits))
+        return self._leaf(
+            call.add_logits, call.lay_out_logits(parts, dtype, self._passes.num_logits, self._passes.pools)
+        )
 
     def arg_max(self) -> Tensor:
         """int64 [B, L], or the requested columns: the token with the largest logit. Collective."""
