@@ -14,6 +14,7 @@ REASONS = {
     "stream": "accelerate has no way to choose the shard of a stream, which is to give each rank the rows of one reader",
     "parameter": "code that reads a weight of the model object would read an old value: its class raises an error instead",
     "optimizer": "low-bit optimizers decide by the size of a parameter, and ranks have shares: its class knows the whole",
+    "packed": "a library chooses the class of a wrapper by the class of the weight inside, which a replica holds as codes",
     "bases": "a program may name Trainer classes behind HotSPaTrainer, and `Replaced` must be directly before `Trainer`",
     "configs": "`save_pretrained` writes configs first, and an error there would lose the weights",
     "log": "the loop's call of `trainer.log` is made by all ranks, and others are not: it is answered once by ours",

@@ -72,8 +72,8 @@ class LinearProduct:
         """The gradient [..., in] of x, from the gradient of the product."""
         raise NotImplementedError
 
-    def weight(self, dtype: torch.dtype) -> Tensor:
-        """The plain weight [out, in] of the shard, made for the call."""
+    def weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """See `packed_layer.Product`: [out, in]."""
         raise NotImplementedError
 
 

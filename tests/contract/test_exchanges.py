@@ -19,5 +19,5 @@ def test_classes_and_hooks_are_exchanged_in_one_module() -> None:
 
 def test_every_class_that_is_exchanged_has_a_reason() -> None:
     given = {name for text in TEXTS.values() for name in re.findall(r"\bset_class\(.*\"(\w+)\"\)", text)}
-    assert given == {"sampler", "stream", "parameter", "optimizer"}
+    assert given == {"sampler", "stream", "parameter", "optimizer", "packed"}
     assert given <= REASONS.keys()

@@ -27,7 +27,8 @@ class CodesProduct(LinearProduct):
     def back(self, grad: Tensor) -> Tensor:
         return torch.matmul(grad * self._scales(grad.dtype), self._codes(grad.dtype))
 
-    def weight(self, dtype: torch.dtype) -> Tensor:
+    def weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or torch.float32
         return self._codes(dtype) * self._scales(dtype).unsqueeze(1)
 
     def _codes(self, dtype: torch.dtype) -> Tensor:

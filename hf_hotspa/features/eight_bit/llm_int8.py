@@ -40,9 +40,9 @@ class Int8Product(LinearProduct):
     def back(self, grad: Tensor) -> Tensor:
         return torch.matmul(grad, self.weight(grad.dtype))
 
-    def weight(self, dtype: torch.dtype) -> Tensor:
+    def weight(self, dtype: torch.dtype | None = None) -> Tensor:
         codes, scales = self.linear.weight.detach(), getattr(self.linear, SCALES).detach()
-        return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(_EACH))
+        return codes.to(dtype or scales.dtype, copy=True).mul_(scales.unsqueeze(1).mul(_EACH))
 
     def _in_int8(self, x: Tensor) -> Tensor:
         """[T, out] for x [T, in]."""

@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.exchanges import set_class
 from hf_hotspa.features.lora.expert_deltas import ExpertDelta, mend_wrappers
 from hf_hotspa.model.model_kind import INPUTS, NEITHER, OUTPUTS
 from hf_hotspa.model.packed_layer import packed_layers
@@ -143,7 +144,8 @@ class Adapters:
     def _put_variants(self, layer: str, module: Any) -> None:
         from hf_hotspa.features.lora.variants import put_dora
 
-        module.__class__ = self.classes.get(layer, type(module))
+        if layer in self.classes:
+            set_class(module, self.classes[layer], "packed")
         for name in self.scalings.get(layer, ()):
             if self.configs[name].use_dora and layer not in self.parameters:
                 put_dora(module, name)
