@@ -151,7 +151,7 @@ def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: 
     found, asked = answer(capsys, large), answer(capsys, [*large, "--sequence-parallel"])
     assert found["seconds"] <= asked["seconds"] * 1.001 < 110  # twice as much with neither
     assert (
-        max(found["phases_simulated"], asked["phases_simulated"]) < 450
+        max(found["phases_simulated"], asked["phases_simulated"]) < 470
     )  # of 216 strategies and those with cp, rivals among them
     short = answer(capsys, replaced(longest="4096"))
     assert short["phases_simulated"] < 220
