@@ -36,7 +36,7 @@ from result_file import write_json
 
 from hf_hotspa.costs.data_sheet import LINK_EFFICIENCY, Kernels
 from hf_hotspa.costs.hardware import PRESETS, Hardware
-from hf_hotspa.costs.memory import ALLOCATOR_SLACK, activation_bytes, runtime_bytes
+from hf_hotspa.costs.memory import ALLOCATOR_SLACK, activation_bytes, card_bytes
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import seconds_of_links
 from hf_hotspa.costs.time import TimeModel
@@ -298,7 +298,7 @@ def memory_of(config: Config) -> dict[str, float]:
             held += tokens * shape.vocab_size / strategy.tp * stack_of(config).logit_bytes
         most = max(most, held)
     reserved = most * (1 + ALLOCATOR_SLACK)
-    card = reserved + runtime_bytes(config["num_gpus"])
+    card = card_bytes(most, config["num_gpus"])
     return {"allocated": most / _GIB, "reserved": reserved / _GIB, "card": card / _GIB}
 
 

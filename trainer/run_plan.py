@@ -51,7 +51,7 @@ from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.automatic import RunQuestion, longest_wanted, make_auto_plan
+from hf_hotspa.search.automatic import RunQuestion, longest_wanted, make_auto_plan, stock_settings
 from hf_hotspa.search.bucket_plan import Plan, limit_text
 from hf_hotspa.search.chooser import PhaseChooser, predict_phases
 from hf_hotspa.search.histogram import LengthsSeen
@@ -419,7 +419,8 @@ def choice_text(plan: Plan, mini_batch_size: int, limit: str | None) -> str:
     if limit is None:
         return printable(f"hotspa_strategies=auto: one process ({plan.choice}): rows are packed, nothing to switch")
     chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
-    return printable(f"{chosen}\n{limit}\n\n") + str(plan)  # a table, perhaps in colours
+    answers = "\n".join(plan.answers)
+    return printable(f"{chosen}\n{limit}\n{answers}\n\n") + str(plan)  # a table, perhaps in colours
 
 
 def prepare_auto(
@@ -474,6 +475,8 @@ def prepare_auto(
         lambda plan: {"choice of strategies": repr(plan.buckets)},
     )  # fmt: skip
     if args.process_index == 0:
+        if calibration is not None and not (alone or sampled or args.scoring.forwards):  # a trainer that could pack
+            plan = replace(plan, baselines=stock_settings(asked, plan, cost, calibration.hardware()))
         tqdm.write(choice_text(plan, mini_batch_size, limit_text(limit, source) if calibration is not None else None))
     singles = partial(Singles.of, strategies, single, description.shape, limit)
     watched = (LengthsSeen(tables[0].sequence_lengths), renewed) if sampled and not alone else None

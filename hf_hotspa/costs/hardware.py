@@ -11,6 +11,7 @@ sheet values for NVLink and PCIe. A YAML or JSON file may start from a named mac
     inter_bandwidth: 12.5e9      # bytes per second and direction of one NIC
     memory_bytes: 70 GiB         # of one device
     peak_flops: {bfloat16: 312e12}
+    matmul_share: 0.6            # of the peak, by large matrix products
 
 `hf-hotspa hardware NAME` prints all fields of a machine as a starting point.
 """

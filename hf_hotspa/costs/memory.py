@@ -94,7 +94,7 @@ UNLIMITED_TOKENS = 1 << 40  # result of `largest_pack` without a limit
 
 PLANNED_SHARE = 0.9  # share of a device's memory that plans may fill without a given limit
 
-# what a device holds besides what torch allocates: see `runtime_bytes`
+# what a device holds besides what torch allocates: see `card_bytes`
 ALLOCATOR_SLACK = 0.08  # of the allocated bytes, in blocks that are reserved and not in use
 CONTEXT_BYTES = 1 << 29  # of CUDA, its kernels and its libraries
 COMMUNICATOR_BYTES = 1_150_000_000  # of NCCL with fully connected sends, as Megatron measured
@@ -104,9 +104,10 @@ _STRAIGHT = 1e-9  # relative rounding error of a total on a straight line; the b
 _WIDE = 1 << 18
 
 
-def runtime_bytes(world_size: int) -> int:
-    """Returns the bytes that the driver and communicators hold on a device; the allocator does not know them."""
-    return CONTEXT_BYTES + (COMMUNICATOR_BYTES if world_size > 1 else 0)
+def card_bytes(allocated: float, world_size: int) -> float:
+    """Returns the bytes that the driver shows for a device on which torch allocates so many: with blocks that the
+    allocator reserves, the context of CUDA and, beside other ranks, the buffers of communicators."""
+    return allocated * (1 + ALLOCATOR_SLACK) + CONTEXT_BYTES + (COMMUNICATOR_BYTES if world_size > 1 else 0)
 
 
 def activation_bytes(

@@ -284,8 +284,8 @@ def plan_panel(run: RunLog) -> Panel:
             f"{facts.plan['static']}, {facts.plan['static_s']:.3f} s."
         )
         if "verdict" in facts.plan and run.gain is None:  # records of earlier versions have no verdict
-            words = str(facts.plan["verdict"])
-            note += f" {words[:1].upper()}{words[1:]}."
+            for words in filter(None, (facts.plan.get("answer"), str(facts.plan["verdict"]))):
+                note += f" {words[:1].upper()}{words[1:]}."
     return Panel("plan", "Buckets", len(facts.buckets), note=note, rows=rows, left=2)
 
 

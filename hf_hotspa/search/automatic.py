@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hf_hotspa.costs.cost_model import CostModel
+from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryBreakdown
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import check_lengths, cut_rows
 from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.baselines import Baseline, DataParallel
 from hf_hotspa.search.bucket_plan import Plan, all_buckets
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.offers import choose
@@ -33,6 +35,7 @@ _PACK_SHARE = 0.75
 SCALES = (0.25, 4.0)
 """Factors on the lengths of plans that are kept ready, if longer or shorter rows than the scanned ones may come."""
 _SEQUENCES = 2048
+_COMPARED = 4  # mini-batches on which others' settings are priced
 _MIB = 1 << 20
 
 
@@ -94,6 +97,17 @@ def make_auto_plan(asked: RunQuestion, strategies: Sequence[Strategy], cost: Cos
         choice, pool, _fullest_memory(cost, [pool, *raced, *ready]), asked.mini_batch_size, asked.limit_bytes,
         asked.limit_source, raced=tuple(raced), ready=tuple(ready),
     )  # fmt: skip
+
+
+def stock_settings(asked: RunQuestion, plan: Plan, cost: CostModel, hardware: Hardware) -> tuple[Baseline, ...]:
+    """Returns what one would run instead of a plan, see `DataParallel.settings`; empty if the cost model does not know
+    replicas alone."""
+    if not cost.time.knows(Strategy(cost.memory.world_size)):
+        return ()
+    capacities = Capacities(cost.memory, asked.limit_bytes)
+    lengths, size = _sample(asked.table, plan.longest, asked.policy, asked.mini_batch_size)
+    question = Question(cost, capacities, lengths[: _COMPARED * size], size, plan.longest)
+    return DataParallel(cost.memory, cost.time, hardware).settings(question)
 
 
 def _scaled(lengths: Sequence[int], by: float, longest: int) -> list[int]:

@@ -157,7 +157,7 @@ class DataParallel:
             switch=0.0,
             logits=breakdown.logits
             if liger
-            else pack_tokens * sizes.shape.head_rows(1) * (width + _FP32_LOGITS * _MASTER_BYTES),
+            else pack_tokens * sizes.shape.head_rows(1) * (_FP32_LOGITS * _MASTER_BYTES + width % _MASTER_BYTES),
         )
 
     def largest_pack(self, stage: int, recompute: bool, limit_bytes: float | None, liger: bool = False) -> int:
@@ -234,8 +234,8 @@ class DataParallel:
         return Baseline(stage, again, tokens, fastest, need, liger, rows, dp, self.task)
 
     def settings(self, question: Question) -> tuple[Baseline, ...]:
-        """Returns what one would run: under each stage; and the fastest stage without packing, and with Liger. On one
-        device only the fastest of all, with Liger if it fits only so. Without packing if the task's trainer cannot."""
+        """Returns what one would run: under each stage; and the fastest stage without packing, and with Liger (also FSDP
+        with Liger, if nothing fits with whole logits). On one device only the fastest of all, with Liger if it fits only so. Without packing if the task's trainer cannot."""
         dp, pads = self.memory.world_size, self.task != PACKED_TASK
         stages = STAGES if dp > 1 else STAGES[:1]
         plain = [self.best(stage, question, pads=pads) for stage in stages]
@@ -243,11 +243,12 @@ class DataParallel:
         fits = first.seconds is not None
         if dp == 1 and fits:
             return (first,)
-        known = (first.stage,) if fits else stages
-        chunks = _fastest([self.best(stage, question, liger=True, pads=pads) for stage in known])
+        chunks = [self.best(stage, question, liger=True, pads=pads) for stage in ((first.stage,) if fits else stages)]
         if dp == 1:
-            return (chunks,)
-        return *plain, *(() if pads else (self.best(first.stage, question, pads=True),)), chunks
+            return (chunks[0],)
+        shown = dict.fromkeys((_fastest(chunks).stage, chunks[-1].stage))
+        without_packs = () if pads else (self.best(first.stage, question, pads=True),)
+        return *plain, *without_packs, *(each for each in chunks if each.stage in shown)
 
     def _gradient_bytes(self, stage: int) -> int:
         """Bytes of a gradient: in DDP weights, and so gradients, are in fp32."""

@@ -75,6 +75,8 @@ class Plan:
     @property
     def answer(self) -> str:
         """One line: whether this package is worth it, compared with what one would run without it."""
+        if not (self.baselines or self.rivals):
+            return "Not compared with what one would run: the calibration does not know replicas alone"
         if self.gain is None:
             return f"Yes: nothing that people run holds a sequence of {self.longest} tokens here"
         return against_others(self.gain, self._others[0][1].name)
@@ -84,6 +86,12 @@ class Plan:
         """One line: whether switching is worth it, compared with the best single strategy."""
         name, seconds = self.single
         return of_predicted_switching(seconds / self.choice.seconds, name) if self.choice.switches else self._one
+
+    @property
+    def answers(self) -> list[str]:
+        """The first lines of a plan: both answers, the first one if it was asked what else one would run."""
+        asked = [self.answer] if self.baselines or self.rivals else []
+        return [line for text in (*asked, self.switching) for line in wrapped(text)]
 
     @property
     def _one(self) -> str:
@@ -175,13 +183,7 @@ class Plan:
             kept.append(f"tried on the first mini-batches, too: {' + '.join(str(bucket.strategy) for bucket in pool)}")
         names = [str(bucket.strategy) for bucket in self.buckets]
         tables = [text_table("", rows, 2), *([text_table("", [_LINKS, *links])] if links else []), self._comparison()]
-        return "\n\n".join(
-            [
-                *tables[:-1],
-                "\n".join([tables[-1], *wrapped(self.switching)]),
-                "\n".join([memory_table(names, self.memory), *kept]),
-            ]
-        )
+        return "\n\n".join([*tables, "\n".join([memory_table(names, self.memory), *kept])])
 
     def _seconds(self, value: float) -> str:
         return f"{value:,.2f}" if self.choice.seconds >= 10 else f"{value:,.3f}"
@@ -257,6 +259,7 @@ class Plan:
             "static": str(choice.static.strategy),
             "static_s": choice.static_seconds,
             "verdict": self.switching,
+            "answer": self.answer if self.baselines else None,
             "rows": [
                 {"strategy": str(row.bucket.strategy), "compute_s": row.compute_s, "switch_s": row.switch_s}
                 for row in choice.rows

@@ -13,7 +13,14 @@ from typing import Any
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Hardware, load_hardware, parse_bytes, parse_nodes
-from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions, planned_limit
+from hf_hotspa.costs.memory import (
+    UNLIMITED_TOKENS,
+    MemoryBreakdown,
+    MemoryModel,
+    MemoryOptions,
+    card_bytes,
+    planned_limit,
+)
 from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
@@ -362,6 +369,11 @@ class Estimate:
     longest: tuple[tuple[Strategy, int], ...] = ()
 
     @property
+    def card_bytes(self) -> float:
+        """What the driver shows for the device."""
+        return card_bytes(self.memory.total, self.setup.world_size)
+
+    @property
     def fits(self) -> bool:
         """Whether it stays below the limit."""
         return self.setup.limit_bytes is None or self.memory.total <= self.setup.limit_bytes
@@ -377,6 +389,7 @@ class Estimate:
             "longest_sequences": [{"strategy": str(strategy), "tokens": tokens} for strategy, tokens in self.longest],
             "fits": self.fits,
             "memory": memory_dict(self.memory),
+            "card_bytes": self.card_bytes,
         }
 
 

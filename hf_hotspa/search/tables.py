@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.memory import size
 from hf_hotspa.costs.model_config import EXPERTS
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.costs.terms import Hop, form_names
@@ -170,8 +171,7 @@ def plan_text(planned: PlannedSetup) -> str:
     plan, setup = planned.plan, planned.setup
     return "\n".join(
         [
-            *wrapped(plan.answer),
-            *wrapped(plan.switching),
+            *plan.answers,
             *wrapped(f"Why: {plan.why}"),
             "Copy:",
             plan.to_copy,
@@ -191,6 +191,8 @@ def plan_text(planned: PlannedSetup) -> str:
 def estimate_text(estimate: Estimate) -> str:
     memory, setup = estimate.memory, estimate.setup
     lines = [_heading(setup), "", memory_table([f"{estimate.strategy}@{estimate.pack_tokens}"], [memory]), ""]
+    if setup.hardware is None or not setup.hardware.name.startswith("cpu"):
+        lines += [f"As nvidia-smi shows it, with context and communicators: about {size(estimate.card_bytes)}", ""]
     if estimate.largest_pack is None:
         lines.append("No limit was given; --memory-limit or --hardware show how long a pack may be.")
     elif not estimate.largest_pack:

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hotspa.cli import main
-from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, activation_bytes
+from hf_hotspa.costs.memory import (
+    PLANNED_SHARE,
+    UNLIMITED_TOKENS,
+    MemoryModel,
+    MemoryOptions,
+    activation_bytes,
+    card_bytes,
+)
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
@@ -362,3 +369,23 @@ def test_states_are_counted_by_parameter_with_a_vector_and_without() -> None:
     assert sum(sizes.master(w, state).optimizer_bytes * w for w in (1, 2, 4)) == pytest.approx(3 * expected, rel=0.02)
     assert replace(sizes, vector=None).master(1, state).optimizer_bytes == pytest.approx(expected, rel=0.03)
     assert sizes.master(1).optimizer_bytes == 8 * sizes.num_parameters
+
+
+def test_a_card_shows_more_than_torch_allocates() -> None:
+    assert card_bytes(0, 1) == 1 << 29
+    assert card_bytes(0, 8) == (1 << 29) + 1_150_000_000
+    assert card_bytes(10 * GIB, 1) == pytest.approx(10.8 * GIB + (1 << 29))
+    # what plans may fill leaves room for it, on one card and on eight of 80 GB
+    assert card_bytes(PLANNED_SHARE * 24 * GIB, 1) < 24 * GIB
+    assert card_bytes(PLANNED_SHARE * 79.35 * GIB, 8) < 79.35 * GIB
+
+
+def test_fused_kernels_keep_what_megatron_keeps() -> None:
+    """Korthikanti et al., 2022, for a gated MLP: 8h + 4 (a + kv) + 6f bytes, all of which sequence parallelism divides."""
+    shape = SIZES_7B.shape
+    whole = 8 * 4096 + 4 * 2 * 4096 + 6 * 11008
+    fused = activation_bytes(shape, 1, fused=True)
+    assert fused == pytest.approx(whole, rel=1e-3)  # norm weights count as an MLP's
+    assert activation_bytes(shape, 4, sequence_parallel=True, fused=True) == pytest.approx(fused / 4)
+    assert activation_bytes(shape, 4, fused=True) > fused / 4
+    assert activation_bytes(shape, 1) > fused
