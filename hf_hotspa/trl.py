@@ -696,12 +696,7 @@ class RunTaught(RunOverTRL):
     def start(self, loader: object = None) -> SwitchedModel:
         trainer = self.trainer
         if self.model is None and self.given_reference is not None:
-            if is_wrapped(self.given_reference):
-                raise UnsupportedError(
-                    "a teacher with an adapter",
-                    why="its layers run as the model's own class does",
-                    fix="give teacher.merge_and_unload()",
-                )
+            _check_teacher(self.given_reference)
             bf16 = torch.bfloat16 if trainer.args.bf16 else None
             own, other = (_sizes(model, bf16) for model in (trainer.model, self.given_reference))
             trainer.args.scoring = Scoring().taught(own, other)
@@ -726,6 +721,17 @@ class RunTaught(RunOverTRL):
         if torch.is_grad_enabled():
             given["expected_seeds"] = (batch["labels"][:, 1:] != IGNORE).double() / float(items)
         return cast(Compared, model(**given))
+
+
+def _check_teacher(model: nn.Module) -> None:
+    if is_wrapped(model):
+        raise UnsupportedError(
+            "a teacher with an adapter",
+            why="its layers run as the model's own class does",
+            fix="give teacher.merge_and_unload()",
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UnsupportedError("a quantized teacher", why="it was not tried", fix="load it in bf16")
 
 
 def _sizes(model: nn.Module, compute_dtype: torch.dtype | None) -> ModelSizes:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gloo.test_trl_options import POOLS, Draw
 from tests.harness import run_ranks
 from tests.trl_runs import EVALUATES, Case, both_sides, calling, hits, look, small, wrong_ones
 
@@ -96,4 +97,55 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
     found = run_ranks(world_size, both, names, str(tmp_path), timeout=1500)
     wrong = wrong_ones(found, {name: CASES[name] for name in names})
+    assert not wrong, "\n".join(wrong)
+
+
+# -- drawn combinations ------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int) -> Case:
+    """A valid combination."""
+    draw = Draw(5000 + seed)
+    kind = ("Distillation", "Distillation", "GKD", "ServerDistillation")[seed % 4]
+    fields: dict[str, Any] = {
+        "beta": draw.choice([0.0, 0.2, 0.5, 1.0]), "gradient_accumulation_steps": draw.choice([1, 1, 2]),
+        "max_grad_norm": draw.choice([0.0, 0.5]), "optim": draw.choice(["adamw_torch", "sgd"]),
+        "gradient_checkpointing": draw.maybe(0.3), "disable_dropout": draw.maybe(0.3), "max_steps": 3,
+        "pad_to_multiple_of": draw.choice([None, None, 8]), "shuffle_dataset": draw.maybe(0.5),
+    }  # fmt: skip
+    if draw.maybe(0.5):
+        fields |= EVALUATES | {"eval_steps": 2, "per_device_eval_batch_size": 4}
+    family = draw.choice(["llama_gqa_bias", "qwen3_qk_norm_tied", "gemma2_soft_caps", "olmo2"])
+    lora, pools = draw.maybe(0.3), draw.choice(POOLS)
+    given = taught(
+        draw.choice(["llama_gqa_bias", "qwen3_qk_norm_tied", "gemma2_soft_caps", "phi3_fused", "mixtral"]),
+        num_hidden_layers=4,
+    )
+    if kind == "GKD":
+        fields |= {"lmbda": draw.choice([0.0, 0.5]), "seq_kd": draw.maybe(0.3), **NEARLY_GREEDY}
+        return Case(kind, pools, "chats", fields, lora, family=family, given=given)
+    fields |= {"temperature": draw.choice([1.0, 0.7]), "max_completion_length": 32}
+    if kind == "ServerDistillation":
+        fields |= {
+            **SERVER,
+            "loss_top_k": draw.choice([1, 4]) if fields["beta"] == 0.0 else 1,
+            "loss_add_tail": draw.maybe(0.5),
+        }
+        return Case(kind, pools, "prompts", fields, lora, family=family)
+    return Case(kind, pools, "prompts", fields, lora, family=family, given=given)
+
+
+def both_drawn(rank: int, world_size: int, part: int, folder: str) -> Any:
+    import_module("trl.generation.vllm_client").VLLMClient = Server
+    return both_sides(drawn_of(part), world_size, folder)
+
+
+def drawn_of(part: int) -> dict[str, Case]:
+    return {str(seed): drawn(seed) for seed in range(10 * part, 10 * part + 10)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_what_is_drawn_is_equal(part, tmp_path):
+    wrong = wrong_ones(run_ranks(2, both_drawn, part, str(tmp_path), timeout=900), drawn_of(part))
     assert not wrong, "\n".join(wrong)
