@@ -463,7 +463,10 @@ def merge(
         model = _loaded(name, quantization, double, dtype)
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        adapted = PeftModel.from_pretrained(model, adapter)
+        if quantization is not None:
+            form_of(quantization).plain(adapted)
+        model = adapted.merge_and_unload()
         ends = model.get_input_embeddings(), model.get_output_embeddings()
         if None not in ends and ends[0].weight is not ends[1].weight:  # one of tied weights was trained alone
             model.config.tie_word_embeddings = False
@@ -512,6 +515,8 @@ def _loaded(name: str | None, quantization: str | None, double: bool, dtype: str
         ) from error
     if not is_packed and quantization is None:
         return model
+    if quantization is not None:
+        form_of(quantization).complete(model, quantization, double)
     model = _dequantized(model, kind)
     # transformers 5.23 cannot revert the reading of codes, and plain weights do not need it
     model._weight_conversions = [

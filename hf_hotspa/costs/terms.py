@@ -126,6 +126,9 @@ class PackedForms:
     convert: Callable[[Any, str, Any], None]
     # called with a name and whether scales are quantized, too: the `quantization_config` of `from_pretrained`
     config: Callable[[str, bool], Any]
+    # called with a model that was loaded so, and the same: packs what the library leaves plain
+    complete: Callable[[Any, str, bool], None] = lambda model, name, double: None
+    plain: Callable[[Any], None] = lambda model: None  # called with such a model: unpacks that again
 
 
 @dataclass(frozen=True)

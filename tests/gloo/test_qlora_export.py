@@ -3,12 +3,15 @@
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_hotspa.cli import main
+from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
 from tests.families import tiny_model
 from tests.harness import run_ranks
-from tests.qlora import EIGHT_BITS, WIDE, quantized
+from tests.qlora import EIGHT_BITS, MIXTURES, WIDE, quantized
+from tests.tiny_families import tiny_model_of
 from tests.training_runs import make_trainer, train
 
 pytestmark = pytest.mark.gloo
@@ -87,3 +90,32 @@ def test_merged_weights_are_those_of_peft(tmp_path, capsys, name, inside, form):
         assert main(["export", checkpoint, str(tmp_path / "other"), *options]) == 2
         assert says in capsys.readouterr().err
         assert not (tmp_path / "other").exists()
+
+
+def step_of_experts(rank, world_size, folder, family):
+    trainer = make_trainer(
+        folder, world_size, family=family, qlora={"experts": True}, model=MIXTURES[family], max_steps=1
+    )
+    return train(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXTURES)
+def test_merged_experts_are_dequantized_ones_and_what_the_adapter_adds(tmp_path, family):
+    run_ranks(1, step_of_experts, str(tmp_path / "run"), family)
+    tiny_model_of(family, torch.float32, **MIXTURES[family]).save_pretrained(tmp_path / "plain")
+    asked = ["--merge", "--base", str(tmp_path / "plain"), "--quantization", "nf4+experts", "--double-quantization"]
+    assert main(["export", str(tmp_path / "run" / "checkpoint-1"), str(tmp_path / "merged"), *asked]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    packed = quantized(family, model=MIXTURES[family])
+    names = quantize_experts(packed)
+    files = load_file(tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors")
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        inside = ".base_layer" if leaf == "down_proj" else ""
+        a, b = (files[f"base_model.model.{owner}{inside}.lora_{side}.weight"] for side in "AB")
+        a, b = a.view(8, -1, a.shape[1]), b.view(len(b), -1, 8)
+        plain = getattr(packed.get_submodule(owner), leaf)
+        delta = torch.einsum("ore,eri->eoi" if family != "gpt_oss" else "ore,eri->eio", b, a) * (5 / 3)
+        assert delta.any()
+        assert torch.allclose(model.get_parameter(name), plain + delta, rtol=0, atol=1e-6), name

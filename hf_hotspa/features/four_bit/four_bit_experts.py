@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.nn.utils.parametrize import is_parametrized, register_parametrization
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization, remove_parametrizations
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError
@@ -124,6 +124,16 @@ def quantize_experts(model: PreTrainedModel, quantization: BitsAndBytesConfig | 
             blocksize=BLOCK,
         )
     return names
+
+
+def dequantize_experts(model: nn.Module) -> None:
+    """Puts plain weights into the place of experts in 4 bits, in the dtype that they had before."""
+    for name in read_experts(model, None):
+        owner, _, leaf = name.rpartition(_INSIDE)
+        experts = model.get_submodule(owner)
+        whole = getattr(experts, leaf)
+        remove_parametrizations(experts, leaf, leave_parametrized=False)
+        setattr(experts, leaf, nn.Parameter(whole, requires_grad=False))
 
 
 def plain_experts(model: nn.Module) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from hf_hotspa.costs.packed_linears import PackedLinears
 from hf_hotspa.costs.terms import PackedForms, Terms
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 BLOCK = 64  # weights that share a scale
@@ -40,8 +40,28 @@ def _config(kind: str, double: bool) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=double)
 
 
+def _complete(model: "PreTrainedModel", kind: str, double: bool) -> None:
+    if kind.endswith(WITH_EXPERTS):
+        from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
+
+        quantize_experts(model, _config(kind, double))
+
+
+def _plain(model: "nn.Module") -> None:
+    from hf_hotspa.features.four_bit.four_bit_experts import dequantize_experts
+
+    dequantize_experts(model)
+
+
 TERMS = Terms(
     packed=PackedForms(
-        KINDS, four_bits, "4 bits of bitsandbytes (QLoRA)", "BitsAndBytesConfig(load_in_4bit=True)", _convert, _config
+        KINDS,
+        four_bits,
+        "4 bits of bitsandbytes (QLoRA)",
+        "BitsAndBytesConfig(load_in_4bit=True)",
+        _convert,
+        _config,
+        _complete,
+        _plain,
     ),
 )
