@@ -19,7 +19,8 @@ from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.features.four_bit.terms import WEIGHT_BYTES, four_bits
+from hf_hotspa.features.four_bit.kinds import WEIGHT_BYTES
+from hf_hotspa.features.four_bit.terms import four_bits
 from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy

@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers import PreTrainedModel
 
 from hf_hotspa.features.four_bit.four_bit_experts import plain_experts
-from hf_hotspa.features.four_bit.terms import WITH_EXPERTS
+from hf_hotspa.features.four_bit.kinds import WITH_EXPERTS
 
 
 def convert(model: PreTrainedModel, kind: str, values: Tensor, blocksize: int) -> None:

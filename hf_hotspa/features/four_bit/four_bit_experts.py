@@ -22,7 +22,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError
 from hf_hotspa.features.four_bit.four_bit_weight import NARROW, SCALES, FourBitWeight
-from hf_hotspa.features.four_bit.terms import BLOCK, WEIGHT_BYTES, WITH_EXPERTS
+from hf_hotspa.features.four_bit.kinds import BLOCK, WEIGHT_BYTES, WITH_EXPERTS
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.model.tensor_plan import arguments_of, is_fused

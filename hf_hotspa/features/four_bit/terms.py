@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING, Any
 from hf_hotspa.costs.model_config import Linear
 from hf_hotspa.costs.packed_linears import PackedLinears
 from hf_hotspa.costs.terms import PackedForms, Terms
+from hf_hotspa.features.four_bit.kinds import BLOCK, KINDS, WEIGHT_BYTES, WITH_EXPERTS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
-
-BLOCK = 64  # weights that share a scale
-WEIGHT_BYTES = 1 / 2 + 4 / BLOCK  # bytes of a weight, its share of a scale included
-WITH_EXPERTS = "+experts"  # after the kind: `quantize_experts`
-KINDS = ("nf4", "fp4", f"nf4{WITH_EXPERTS}", f"fp4{WITH_EXPERTS}")
 
 
 def four_bits(kind: str, linears: Mapping[str, Linear], experts: Mapping[str, Linear]) -> PackedLinears:
