@@ -70,18 +70,19 @@ if TYPE_CHECKING:
 OF_PADDING = ("ORPO", "CPO")  # two of their metrics are means over padding, too (`OverLogits`)
 TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward", "Distillation")  # TRL's supported trainers
 OF_OLDER = ("SFT", "DPO")  # those that were tried with TRL 1.9 to 1.15
-ONLINE = ("GRPO", "RLOO")  # trainers that generate their training data (`OverOnline`)
+ONLINE = ("GRPO", "RLOO", "GMPO")  # trainers that generate their training data (`OverOnline`)
 _OF_BATCH = "generated."  # prefix of the names of a generation batch's tensors in a checkpoint
 EXPERIMENTAL = {  # trainers of `trl.experimental`, and their modules there
     "ORPO": "orpo", "CPO": "cpo", "TPO": "tpo", "GKD": "gkd", "ServerDistillation": "server_distillation",
     "GOLD": "gold", "SDFT": "sdft", "SDPO": "sdpo", "IWOPD": "iw_opd", "OnlineDPO": "online_dpo",
-    "AsyncDistillation": "async_distillation", "AsyncGRPO": "async_grpo",
+    "AsyncDistillation": "async_distillation", "AsyncGRPO": "async_grpo", "GMPO": "gmpo", "A2PO": "a2po",
 }  # fmt: skip
 UNSUPPORTED = {  # of these: why, and what to do
     "GOLD": ("its loss compares two vocabularies, by the text of their tokens", "use GKD, or TRL's own class"),
     "SDFT": ("its teacher follows the trained weights", "use TRL's own class"),
     "SDPO": ("its teacher follows the trained weights", "use TRL's own class"),
     "IWOPD": ("it was not tried", "use Distillation, or TRL's own class"),
+    "A2PO": ("it was not tried", "use GRPO, or TRL's own class"),
     "OnlineDPO": ("it was not tried", "use GRPO, or TRL's own class"),
     "AsyncDistillation": ("a thread generates while the weights change", "use Distillation, or TRL's own class"),
     "AsyncGRPO": ("a thread generates while the weights change", "use GRPO, or TRL's own class"),
@@ -629,7 +630,7 @@ def first_seeds(trainer: OverOnline, inputs: Mapping[str, Any]) -> Tensor | None
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]
     of_row = advantages[:, None] if advantages.dim() == 1 else advantages
-    if trainer.loss_type in ("grpo", "sapo"):
+    if trainer.loss_type in ("grpo", "sapo") or of_trl(type(trainer))[0] == "GMPO":
         of_row = of_row / mask.sum(-1, keepdim=True).clamp(min=1)
     elif trainer.loss_type == "bnpo":
         of_row = of_row / mask.sum().clamp(min=1)

@@ -317,7 +317,7 @@ def recorded(cls: Any) -> Any:
                 key = hashlib.sha256(f"{list(ids)} {of_group} {self.state.global_step}".encode()).digest()
                 completions.append([*(b % 250 for b in key[: 2 + key[0] % 24]), *([256] if key[1] % 4 else [])])
             # every fourth one was cut at the limit
-            return (completions, None) if self.__class__.__name__.startswith("GRPO") else completions
+            return (completions, None) if self.__class__.__name__.startswith(("GRPO", "GMPO")) else completions
 
     Recorded.__name__ = cls.__name__
     return Recorded

@@ -90,7 +90,7 @@ class _Divergence(torch.autograd.Function):
         of_divergence, of_entropy = (
             torch.where(valid, x / ctx.temperature, 0.0)[:, None] for x in (of_divergence, of_entropy)
         )
-        for part in _slices(*logits.shape, wide):
+        for part in _slices(len(logits), logits.shape[1], wide):
             log_p, log_q = _log_probabilities((logits, others), log_totals, part, ctx.temperature)
             of_z = _gradient(log_p, log_q, of_student[part, None], ctx.beta) * of_divergence[part]
             of_z -= log_p.exp() * (log_p + entropy[part, None]) * of_entropy[part]

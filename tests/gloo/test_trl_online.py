@@ -73,6 +73,8 @@ CASES = {
     "grpo, adaptive entropy": Case(
         "GRPO", OTHER, "prompts", {**RL, "use_adaptive_entropy": True, "loss_type": "cispo", "epsilon_high": 5.0}, wide=True
     ),
+    "gmpo": Case("GMPO", TWO, "prompts", {**RL, "num_iterations": 2, "beta": 0.04}, reference=True, wide=True),
+    "gmpo, at once": Case("GMPO", OTHER, "prompts", {**RL, **EVALUATES}, lora=True, wide=True),
     "grpo with tools": Case(
         "GRPO", TWO, "questions", {**RL, **TURNS}, given=lambda: {"tools": [look], "processing_class": calling()}, wide=True
     ),
