@@ -96,7 +96,7 @@ def check(seed: int, count: int) -> None:
 
 
 def test_a_few_drawn_configs():
-    check(3, 4)
+    check(3, 3)
 
 
 @pytest.mark.slow

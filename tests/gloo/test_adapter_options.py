@@ -45,7 +45,7 @@ def errors(rank, world_size, cases, buckets):
         family, config = CASES[name]
         model = tiny_lora(family, torch.float64, **config)
         rows = random_rows(12, model.config.vocab_size, longest=60)
-        engine = make_engine(model, buckets)
+        engine = make_engine(model, buckets, loss_chunk_tokens=13)  # heads run on parts of a pack
         found[name], _report = step_error(engine, model, rows)
         engine.close()
     return found
@@ -56,7 +56,7 @@ def check(found):
     assert min(found.values()) > 0
 
 
-QUICK = ("saved ends", "saved ends, tied", "on ends", "dora", "tokens, tied", "lora bias")
+QUICK = ("saved ends, tied", "on ends", "dora", "tokens, tied")
 
 
 def test_gradients_equal_those_of_peft():

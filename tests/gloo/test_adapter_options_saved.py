@@ -40,9 +40,7 @@ def runs(rank, world, folder, family, config):
     return first, again, weights
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n not in ("mixed", "saved ends, tied") else []) for n in SAVED]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n != "mixed" else []) for n in SAVED])
 def test_peft_loads_what_is_saved_bit_for_bit(name, tmp_path):
     family, config = SAVED[name]
     per_rank = run_ranks(2, runs, str(tmp_path), family, config)
