@@ -24,7 +24,7 @@ from tests.wire_recorder import Trace, read_journal
 from tests.wire_rules import Fault, Proof, check
 from tests.wire_runs import Case, recorded, traces_of
 
-_SOON = {"timeout_s": 6.0, "switch_timeout_s": 6.0}
+_SOON = {"timeout_s": 8.0, "switch_timeout_s": 8.0}
 
 
 def _case(world_size: int, buckets: str, run: str = "engine", num_rows: int = 6, layers: int = 4, **more: Any) -> Case:

@@ -19,8 +19,10 @@ from hf_hotspa.features.pipedream.mode import PipeDream
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.parallel import backends
 from hf_hotspa.plan import rounds
+from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE, tiny_model
 from tests.harness import run_ranks
+from tests.lora import tiny_lora
 from tests.oracle import random_rows
 from tests.wire_recorder import Recorder, Trace
 from tests.worlds import make_engine, make_mini_batch
@@ -52,7 +54,8 @@ class Case:
 
 def start(case: Case) -> HotSPaEngine:
     """The engine of a case."""
-    model = tiny_model(case.family, num_hidden_layers=case.layers)
+    layers = {"num_hidden_layers": case.layers}
+    model = tiny_lora(case.family, model=layers) if case.run == "adapters" else tiny_model(case.family, **layers)
     return make_engine(model, case.buckets, **case.options)
 
 
@@ -124,12 +127,27 @@ def scoring(case: Case, rank: int, world_size: int, folder: str) -> None:
     from tests.switched import batch_of, logits_of, rows_of, scores, step, switched
 
     model = tiny_model(case.family, num_hidden_layers=case.layers)
-    called = switched(model, case.buckets)
+    called = switched(model, case.buckets, **case.options)
     for seed in range(2):
         batch = batch_of(rows_of(rank, model, 3 + rank % 2, seed=seed))
         step(called, lambda model, batch: scores(model, batch)[0].sum() / 10, batch, double=False)
         step(called, lambda model, batch: logits_of(model, batch).float().square().mean(), batch, double=False)
     called.engine.close()
+
+
+def heads(case: Case, rank: int, world_size: int, folder: str) -> None:
+    """A model with a head of single tokens, trained, and asked for its outputs."""
+    from hf_hotspa.switched.model import SwitchedModel
+    from tests.token_heads import batch_of, headed, rows
+
+    kind = "single_label_classification"
+    called = SwitchedModel(headed(case.family, kind, 3, torch.float32), parse_buckets(case.buckets)).train()
+    batch = batch_of(rows(6, kind, 3, rank))
+    called(**batch)["loss"].backward()
+    called.flush()
+    with torch.no_grad():
+        called.eval()(**batch)
+    called.close()
 
 
 def trainer(case: Case, rank: int, world_size: int, folder: str) -> None:
@@ -146,7 +164,7 @@ def trainer(case: Case, rank: int, world_size: int, folder: str) -> None:
 
 
 RUNS: dict[str, Run] = {
-    "engine": engine, "step": step, "long stretches": long_stretches, "stages": stages, "hand over": hand_over, "scoring": scoring, "trainer": trainer,
+    "engine": engine, "step": step, "long stretches": long_stretches, "stages": stages, "hand over": hand_over, "scoring": scoring, "trainer": trainer, "adapters": engine, "heads": heads,
 }  # fmt: skip
 
 # -- cases ------------------------------------------------------------------------------------------------------------------
@@ -199,6 +217,8 @@ CASES: tuple[Case, ...] = (
     _case("columns of slow ranks", 4, "tp4:30@64,tp2pp2:40@64", run="hand over", features=(HandOver(),)),
     # -- callers
     _case("scoring", 4, "dp4:14@64,dp2tp2:40@96,tp2pp2:64@128", run="scoring"),
+    _case("heads of single tokens", 4, "dp4:16@64,tp2pp2+ck9:40@128,dp2cp2:64@192", run="heads"),
+    _case("adapters", 4, "dp4:20@32,tp4:40@48,tp2pp2:62@70,dp2cp2:64@80", run="adapters", **_BESIDE),
     _case("trainer: evaluation, saves, resume", 4, "dp4:16@32,dp2tp2:32,tp2pp2:60", run="trainer"),
     # -- two ranks
     _case("switches of all pairs", 2, "dp2:15@24,tp2:30@40,pp2:45@50,cp2:62@64", second_source=True, num_rows=14),

@@ -59,23 +59,26 @@ def test_there_are_enough_faults():
 # -- what was recorded is what the product counts ------------------------------------------------------------------------------
 
 
-STEP = {"run": "step", "num_rows": 9}
-COUNTED = {
-    "switches": Case("switches", 4, "dp4:12@24,tp4:24@32,dp2tp2:62@70", {"second_source": True}, **STEP),
-    "relays": Case("relays", 4, "dp4:24@32,dp2tp2:62@70", {"devices_per_node": 2}, **STEP),
-    "units": Case("units", 4, "dp4+z3:24@32,dp2tp2+z2:62@70", **STEP),
-    "pipeline": Case("pipeline", 4, "pp4:62@64", {"pipeline_schedule": "own"}, **STEP),
-    "interleaved": Case("interleaved", 4, "dp2pp2+v2:62@64", {"pipeline_schedule": "own"}, **STEP),
-    "ring": Case("ring", 4, "cp4:62@64", {"context_parallel": "ring"}, **STEP),
-    "keys": Case("keys", 4, "dp2cp2:62@64", {"context_parallel": "allgather"}, **STEP),
-    "heads": Case("heads", 4, "cp2tp2:62@64", {"context_parallel": "ulysses"}, **STEP),
-    "shards": Case("shards", 4, "dp2tp2:62@64", **STEP),
-}
+def _step(name, buckets, **options):
+    return Case(name, 4, buckets, options, run="step")
+
+
+COUNTED = (
+    _step("switches", "dp4:12@24,tp4:24@32,dp2tp2:62@70", second_source=True),
+    _step("relays", "dp4:24@32,dp2tp2:62@70", devices_per_node=2),
+    _step("units", "dp4+z3:24@32,dp2tp2+z2:62@70"),
+    _step("pipeline", "pp4:62@64", pipeline_schedule="own"),
+    _step("interleaved", "dp2pp2+v2:62@64", pipeline_schedule="own"),
+    _step("ring", "cp4:62@64", context_parallel="ring"),
+    _step("keys", "dp2cp2:62@64", context_parallel="allgather"),
+    _step("heads", "cp2tp2:62@64", context_parallel="ulysses"),
+    _step("shards", "dp2tp2:62@64"),
+)
 
 
 @pytest.fixture(scope="module")
 def steps():
-    return {case.name: (case, traces, results) for case, traces, results in traces_of(list(COUNTED.values()), 120.0)}
+    return {case.name: (case, traces, results) for case, traces, results in traces_of(COUNTED, 120.0)}
 
 
 def of_all_ranks(trace):

@@ -1,7 +1,11 @@
 """The rules of `tests.wire_rules` on traces written by hand, and that the recorder wraps all that torch can say."""
 
+import random
+
+import pytest
 import torch.distributed as dist
 
+from hf_hotspa.packing.pipeline_order import interleaved_order
 from tests.wire_recorder import METHODS, SILENT, Communicator, Event, Operation, Trace
 from tests.wire_rules import Fault, Proof, check
 
@@ -186,3 +190,38 @@ def test_nothing_that_torch_can_say_is_left_out():
     public = {name for name in dir(dist.ProcessGroup) if not name.startswith("_")}
     assert public - SILENT - METHODS.keys() == set()
     assert not SILENT & METHODS.keys()
+
+
+# -- what it costs that a receive holds its queue ---------------------------------------------------------------------------
+
+
+def seconds_of(tokens, num_ranks, rounds, holds, slowness):
+    """Of an interleaved run: with `holds`, a message goes when both ranks' earlier ones are through, as on one communicator."""
+    last, free, queue, arrived = num_ranks * rounds - 1, [0.0] * num_ranks, [0.0] * num_ranks, {}
+    for turn in interleaved_order(tokens, num_ranks, rounds, None, [], is_trained=True):
+        step = -1 if turn.is_backward else 1
+        rank, target = turn.stage % num_ranks, turn.stage + step
+        begin = max(free[rank], arrived.get((turn.stage - step, turn.unit, turn.is_backward), 0.0))
+        free[rank] = begin + tokens[turn.unit] * (2 if turn.is_backward else 1) * slowness[turn.stage]
+        if 0 <= target <= last:
+            ends = [rank, target % num_ranks]
+            at = max([free[rank], *(queue[end] for end in ends if holds)])
+            for end in ends:
+                queue[end] = at
+            arrived[turn.stage, turn.unit, turn.is_backward] = at
+    return max(free)
+
+
+@pytest.mark.parametrize(("num_ranks", "rounds", "packs"), [(2, 2, 8), (4, 2, 8), (4, 2, 16), (4, 3, 12), (8, 2, 16)])
+@pytest.mark.parametrize("is_even", [True, False])
+def test_receives_that_are_posted_early_delay_nothing_that_the_schedule_knows(num_ranks, rounds, packs, is_even):
+    rng = random.Random(packs)
+    tokens = [64 if is_even else rng.randint(8, 64) for _ in range(packs)]
+    equal = [1.0] * (num_ranks * rounds)
+    assert seconds_of(tokens, num_ranks, rounds, True, equal) == seconds_of(tokens, num_ranks, rounds, False, equal)
+    free = held = 0.0
+    for _ in range(5):  # stages of which one takes up to 30 % longer than another
+        slowness = [1 + 0.3 * rng.random() for _ in equal]
+        free += seconds_of(tokens, num_ranks, rounds, False, slowness)
+        held += seconds_of(tokens, num_ranks, rounds, True, slowness)
+    assert free <= held <= 1.03 * free
