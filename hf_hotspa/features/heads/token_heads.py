@@ -246,7 +246,7 @@ class TokenHeads:
                 f"the forward of {type(model).__name__} fails: {type(failure).__name__}: {failure}",
                 fix="call the plain model with the same batch",
             )
-        if len(outs) > 1 and _differ(*outs, padding):
+        if len(outs) > 1 and _differ(outs[0], outs[1], padding):
             return UnsupportedError(
                 f"the forward of {type(model).__name__} reads the output at a place where attention_mask is 0",
                 why="rows are packed without their padding, which has no output here",
