@@ -184,12 +184,14 @@ def test_it_is_peft_under_the_stock_trainer_and_what_is_saved_is_pefts(kinds, tm
 
 
 class Freezes(TrainerCallback):
-    """A callback that trains no more of lora_A after the first step."""
+    """A callback that trains no more of lora_A after the second step, and halves lora_B once."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         for name, parameter in model.named_parameters():
             if state.global_step > 1 and ".lora_A.second." in name:
                 parameter.requires_grad_(False)
+            elif state.global_step == 2 and ".lora_B.second." in name:
+                parameter.data.mul_(0.5)
 
 
 def frozen_and_resumed(rank: int, world: int, folder: str) -> list[Any]:
@@ -208,7 +210,7 @@ def frozen_and_resumed(rank: int, world: int, folder: str) -> list[Any]:
     return found
 
 
-def test_a_run_whose_callback_freezes_a_part_is_saved_and_resumed(tmp_path):
+def test_a_run_whose_callback_freezes_a_part_and_changes_another_is_saved_and_resumed(tmp_path):
     begin(tmp_path)
     for (losses, weights), (again, same), (_, close) in run_ranks(2, frozen_and_resumed, str(tmp_path), timeout=200):
         assert again == {4: losses[4]}
