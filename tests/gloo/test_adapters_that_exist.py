@@ -248,3 +248,46 @@ def test_another_adapter_in_training_is_an_error_on_all_ranks(tmp_path):
     begin(tmp_path)
     for error in run_ranks(2, switched_in_training, str(tmp_path), timeout=100):
         assert "the adapter 'default'" in error or ".lora_A.default.weight' and" in error, error
+
+
+WAYS = ("before", "after", "inputs before", "inputs after")
+
+
+def prepared(way: str) -> Any:
+    """A model that a script prepares for gradient checkpointing, before or after `get_peft_model`."""
+    model = tiny_model(FAMILY)
+    for when in ("before", "after"):
+        if way == when:
+            model.gradient_checkpointing_enable()
+        elif way == f"inputs {when}":
+            model.enable_input_require_grads()
+        if when == "before":
+            torch.manual_seed(5)
+            model = get_peft_model(model, copy.deepcopy(SECOND))
+    return model
+
+
+def prepared_runs(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for way in WAYS:
+        model = prepared(way)
+        train(make_trainer(f"{folder}/{way}", world, given=model, max_steps=3, save_strategy="no"))
+        found.append(trained(model))
+    return found
+
+
+def test_a_model_that_is_prepared_for_checkpointing_is_trained_as_by_the_stock_trainer(tmp_path):
+    results = run_ranks(2, prepared_runs, str(tmp_path), timeout=200)
+    for number, way in enumerate(WAYS):
+        model = prepared(way)
+        args = TrainingArguments(
+            str(tmp_path / "stock"), use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, weight_decay=0.1,
+            warmup_steps=2, seed=7, per_device_train_batch_size=MINI_BATCH, max_steps=3, save_strategy="no",
+        )  # fmt: skip
+        rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3)
+        Trainer(model=model, args=args, train_dataset=rows, data_collator=_pad).train()
+        for found in results:
+            whole = [
+                torch.cat([side[name].flatten() for name in trained(model)]) for side in (found[number], trained(model))
+            ]
+            assert relative_error(*whole) <= 2e-6, way
