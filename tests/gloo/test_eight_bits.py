@@ -10,6 +10,7 @@ from hf_hotspa.features.eight_bit.llm_int8 import read_llm_int8
 from hf_hotspa.model.packed_layer import stored_tensors
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import strategies_of
+from tests.families import MIXTURE
 from tests.gloo.test_lora import step_error
 from tests.gloo.test_qlora import Watch
 from tests.harness import run_ranks
@@ -26,6 +27,7 @@ def in_double(model):
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.double()
     model.config.dtype = torch.float64
+    model.config._experts_implementation = "eager"  # fused ones take no fp64
     return model
 
 
@@ -58,6 +60,7 @@ CASES = {
     "z3, v2": (LLAMA, "int8_weight_only", "dp2+z3:16@32,pp2+v2:60", WIDE),
     "DoRA": (LLAMA, "int8_weight_only", "dp2:16@32,tp2:60", WIDE, {"use_dora": True}),
     "DoRA, LLM.int8": (LLAMA, "int8", "tp2+sp:60", WIDE, {"use_dora": True}),
+    "experts in plain weights": (MIXTURE, "int8", "dp2ep2:16@32,tp2:60", {}, {"target_modules": ["q_proj", "o_proj"]}),
     "uneven": ("llama_uneven", "int8_weight_only", "tp2:20@40,tp2+sp:60", {}),
 }
 

@@ -28,7 +28,7 @@ def test_bytes_are_those_of_the_trainer(form: str, tmp_path: Path) -> None:
     described = describe_model(given, torch.bfloat16)
     assert {layer.kind for layer in described.packed.values()} == {form}
     model = load_model(tmp_path)
-    adapter, packed = Adapter.read("3", model.linears), eight_bits(form, model.linears)
+    adapter, packed = Adapter.read("3", model.linears), eight_bits(form, model.linears, {})
     assert 1 < packed.weight_bytes < 1.06
     found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=packed)
     exact = ModelSizes(described.shape, vector=described.vector)

@@ -1,12 +1,14 @@
 """Quantized bases: which forms are trained below an adapter, and how the others are refused."""
 
 import pytest
+import torch
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, PerTensor
-from transformers import BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.model.packed_layer import packed_layers, stored_tensors
 from hf_hotspa.model.specs import describe_model
-from tests.qlora import quantized, tiny_qlora
+from tests.qlora import EIGHT_BITS, quantized, tiny_qlora
 
 QUANTIZED = {
     "bitsandbytes, 4 bits": (BitsAndBytesConfig(load_in_4bit=True), "get_peft_model", ""),
@@ -36,3 +38,37 @@ def test_weights_that_are_quantized_in_every_forward_are_refused():
     config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True)
     with pytest.raises(UnsupportedError, match="in 16 bits"):
         describe_model(tiny_qlora("llama_gqa_bias", quantization=config))
+
+
+@pytest.mark.parametrize("form", EIGHT_BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_in_training_are_the_library_s_bit_for_bit(form, dtype):
+    model = quantized("llama_gqa_bias", dtype, quantization=EIGHT_BITS[form])
+    name, layer = next(iter(packed_layers(model).items()))
+    own, holder = model.get_submodule(name).train(), torch.nn.Sequential(torch.nn.Identity())
+    layer.put(holder, "0")
+    [module] = holder
+    codes, scales = dict(layer.stored(own, name)).values()
+    module.weight = torch.nn.Parameter(codes.view(layer.shape).clone(), requires_grad=False)
+    module.scales = torch.nn.Parameter(scales.clone(), requires_grad=False)
+    own.bias = module.bias = None
+    layer.product(module.train())
+    sides = []
+    for side in (own, module):
+        x = torch.linspace(-3, 3, 5 * layer.shape[1], dtype=dtype).view(5, -1).requires_grad_()
+        out = side(x)
+        out.backward(torch.cos(out.detach()))
+        sides.append((out, x.grad))
+    assert sides[0][0].any()
+    assert all(torch.equal(one, other) for one, other in zip(*sides, strict=True))
+
+
+@pytest.mark.parametrize("form", EIGHT_BITS)
+def test_a_folder_that_was_saved_in_8_bits_has_the_same_codes(form, tmp_path):
+    model = quantized("llama_gqa_bias", torch.bfloat16, quantization=EIGHT_BITS[form])
+    model.save_pretrained(tmp_path)
+    read = dict(stored_tensors(AutoModelForCausalLM.from_pretrained(tmp_path)))
+    kept = dict(stored_tensors(model))
+    assert read.keys() == kept.keys()
+    assert sum(tensor.dtype == torch.int8 for tensor in kept.values()) == 28
+    assert all(torch.equal(tensor, read[name]) for name, tensor in kept.items())
