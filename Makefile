@@ -76,7 +76,7 @@ test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones r
 		--durations 10 tests/gloo $(PYTEST_ARGS) || failed=1; \
 	exit $$failed
 
-# What gloo forgives and NCCL does not: see docs/wire.md. Ten minutes on two cores.
+# What gloo forgives and NCCL does not: see docs/wire.md. Five minutes on two cores.
 .PHONY: check-wire
 check-wire: $(INSTALLED)  ## What ranks say on process groups, recorded and proven by NCCL's rules; planted faults are found
 	$(ONE_THREAD) $(PY) -m tests.wire_proofs
