@@ -379,7 +379,8 @@ def _refuse_other_copies(bare: nn.Module, path: str, module: Any, packed: Mappin
     """Raises an error unless a wrapper trains a copy of a linear layer, an embedding or a norm, or rows of an embedding."""
     place = place_inside(module) or ""
     if place.startswith("token_adapter."):
-        if not isinstance(layer := module.token_adapter.base_layer, nn.Embedding | nn.Linear):
+        is_plain = isinstance(layer := module.token_adapter.base_layer, nn.Embedding | nn.Linear)
+        if not is_plain or place_inside(bare.get_submodule(path.rpartition(".")[0])) is not None:
             raise UnsupportedError(
                 f"trainable_token_indices has {path!r}, a {type(layer).__name__}",
                 why="PEFT trains rows of plain embeddings and heads, without an adapter or a trained copy of them",
