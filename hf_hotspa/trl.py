@@ -814,6 +814,7 @@ class OverServer(OverDistillation):
 class OverGKD(_Taught, OverTRL):
     """`OverTRL` for TRL's GKDTrainer: rows of the data set, or of a generation by the student or the teacher."""
 
+    _hotspa: RunTaught
     _hotspa_kind = RunTaught
 
     def training_step(self, *args: object, **kwargs: object) -> Tensor:

@@ -90,6 +90,7 @@ def headed(family: str, kind: str, labels: int, dtype: torch.dtype = torch.float
     config.update({"pad_token_id": PAD, "num_labels": labels, "classifier_dropout": 0.0, **changes})
     torch.manual_seed(1)
     attention = {"attn_implementation": "eager" if family.startswith("gemma2") else "sdpa"}
+    model: Any
     if kind in OWN:
         model = OWN[kind](config)
     elif kind == "tokens":

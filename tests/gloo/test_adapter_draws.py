@@ -1,6 +1,7 @@
 """Drawn `LoraConfig`s: each is equal to PEFT (gradients of every trained parameter, fp64), or refused by name before the first step."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ STRATEGIES = ("dp2", "tp2", "tp2+sp", "pp2", "cp2", "dp2+z3", "dp2+rc", "pp2+v2"
 REFUSED = ({"init_lora_weights": "mica"}, {"modules_to_save": ["mlp"]}, {"layer_replication": [[0, 4], [1, 4]]})
 
 
-def drawn(draw: random.Random) -> tuple[str, dict]:
+def drawn(draw: random.Random) -> tuple[str, dict[str, Any]]:
     """A family, and options of a `LoraConfig`; PEFT may reject them together."""
 
     def maybe(chance, **options):
@@ -49,7 +50,7 @@ def drawn(draw: random.Random) -> tuple[str, dict]:
     return family, options | maybe(0.1, **draw.choice(REFUSED))
 
 
-def made(draw: random.Random) -> tuple[object, tuple[str, dict]]:
+def made(draw: random.Random) -> tuple[object, tuple[str, dict[str, Any]]]:
     """The next model that PEFT accepts."""
     while True:
         family, options = drawn(draw)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gloo
 
 FAMILY, DOUBLE = "llama_gqa_bias", torch.float64
 IDS = torch.arange(3, 20)[None]
-RUN = {"max_steps": 4, "save_steps": 2}
+RUN: dict[str, Any] = {"max_steps": 4, "save_steps": 2}
 MIX, OTHER = "dp2+z3:16@32,tp2+sp:32,pp2:60@64", "tp2:20@32,cp2:60@64"
 SECOND = LoraConfig(
     r=2, lora_alpha=7, target_modules=["v_proj", "o_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from bitsandbytes.nn import Int8Params, Linear8bitLt
+from bitsandbytes.nn.modules import Int8Params, Linear8bitLt
 
 from hf_hotspa.features.eight_bit.llm_int8 import read_llm_int8
 from hf_hotspa.model.packed_layer import stored_tensors

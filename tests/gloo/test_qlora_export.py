@@ -116,6 +116,6 @@ def test_merged_experts_are_dequantized_ones_and_what_the_adapter_adds(tmp_path,
         a, b = (files[f"base_model.model.{owner}{inside}.lora_{side}.weight"] for side in "AB")
         a, b = a.view(8, -1, a.shape[1]), b.view(len(b), -1, 8)
         plain = getattr(packed.get_submodule(owner), leaf)
-        delta = torch.einsum("ore,eri->eoi" if family != "gpt_oss" else "ore,eri->eio", b, a) * (5 / 3)
+        delta = torch.einsum("osx,xsi->xoi" if family != "gpt_oss" else "osx,xsi->xio", b, a) * (5 / 3)
         assert delta.any()
         assert torch.allclose(model.get_parameter(name), plain + delta, rtol=0, atol=1e-6), name

@@ -233,7 +233,11 @@ def named_adapter(seed: int = 0) -> Any:
     return tiny_lora("llama_gqa_bias", seed=seed, adapter_name="mine")
 
 
-_BESIDE = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"], "use_dora": True}
+_BESIDE: dict[str, Any] = {
+    "target_modules": ["q_proj", "embed_tokens"],
+    "modules_to_save": ["lm_head", "norm"],
+    "use_dora": True,
+}
 
 
 def adapter_with_copies(seed: int = 0) -> Any:

@@ -210,7 +210,7 @@ def formatted(kit: Kit) -> Seen:
 def one_adapter_after_the_other(kit: Kit) -> Seen:
     model = LORA()
     model.add_adapter("second", LoraConfig(**SMALL_LORA, init_lora_weights="gaussian"))
-    found = {}
+    found: dict[str, Any] = {}
     for name in ("default", "second", "default"):
         model.set_adapter(name)
         found[f"{name} {len(found)}"] = kit.train(kit.trainer(model=model))

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,8 @@ MODELS = {
     "8B": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
     "32B": {**_QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
 }  # fmt: skip
-FULL, LORA, QLORA = {}, {"lora": "16"}, {"lora": "16", "quantization": "nf4"}
+FULL: dict[str, str] = {}
+LORA, QLORA = {"lora": "16"}, {"lora": "16", "quantization": "nf4"}
 YES, SAME, NO = "Yes: ", "About the same as ", "No: "
 PAYS, EQUAL, ONE = "Switching pays: ", "Switching is about the same: ", "Switching would not gain more: "
 OURS, STOCK = 'hotspa_strategies="', "SFTConfig("
@@ -76,7 +78,7 @@ CASES = (
 )
 """`python -m tests.unit.test_questions` prints them as they are now."""
 
-ASKED = [
+ASKED: list[Any] = [
     ("0.6B", "1x1", "4090-24g", FULL, "chat", 4096), ("8B", "1x1", "4090-24g", QLORA, "chat", 2048),
     ("8B", "1x1", "4090-24g", QLORA, "github", 16384), ("8B", "1x1", "4090-24g", QLORA, "chat", 8192), ("8B", "1x1", "h100-80g", LORA, "chat", 8192),
     ("0.6B", "1x1", "l4-24g", LORA, "uniform", 2048), ("0.6B", "1x2", "4090-24g", FULL, "chat", 8192),
@@ -127,7 +129,9 @@ def test_a_question_is_answered_twice_and_nothing_contradicts_the_table(case: Ca
     assert begin(plan.switching, PAYS, EQUAL, ONE) == case.switching
     assert begin(plan.to_copy, OURS, STOCK) == case.copy
     # both answers say what the table shows
-    others = {each.name: each.seconds for each in (*plan.baselines, *plan.rivals) if each.seconds is not None}
+    others = {
+        each.name: each.seconds for every in (plan.baselines, plan.rivals) for each in every if each.seconds is not None
+    }
     assert DYNAMIC not in others
     ours = plan.choice.seconds
     if others:

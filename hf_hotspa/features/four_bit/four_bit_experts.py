@@ -101,7 +101,7 @@ def quantize_experts(model: PreTrainedModel, quantization: BitsAndBytesConfig | 
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
     quantization = quantization or getattr(model.config, "quantization_config", None)
-    if not getattr(quantization, "load_in_4bit", False):
+    if quantization is None or not getattr(quantization, "load_in_4bit", False):
         raise ModelError(
             "quantize_experts has no 4-bit quantization",
             why="the model was not loaded with one, and none was given",
