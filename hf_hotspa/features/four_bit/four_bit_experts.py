@@ -113,9 +113,10 @@ def quantize_experts(model: PreTrainedModel, quantization: BitsAndBytesConfig | 
             fix="call it on the loaded model, before anything else is done with it",
         )
     names = plain_experts(model)
+    for name in names:  # before any is changed
+        _check_blocks(name, tuple(model.get_parameter(name).shape), BLOCK)
     for name in names:
         owner, _, leaf = name.rpartition(".")
-        _check_blocks(name, tuple(model.get_parameter(name).shape), BLOCK)
         replace_parameter_4bit(
             model.get_submodule(owner),
             leaf,
