@@ -20,7 +20,7 @@ from hf_hotspa.model.model_check import check_model
 from hf_hotspa.model.packed_layer import packed_layers, stored_tensors
 from hf_hotspa.model.specs import describe_model
 from tests.families import MIXTURE, tiny_model
-from tests.qlora import MIXTURES, tiny_qlora
+from tests.qlora import EIGHT_BITS, MIXTURES, tiny_qlora
 from tests.tiny_families import tiny_model_of
 
 QWEN, GPT = MIXTURES
@@ -104,9 +104,11 @@ class OnRank:
         self.rank = rank
 
 
-def test_one_warning_with_the_bytes(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("form", ["4 bits", "8 bits"])
+def test_one_warning_with_the_bytes(caplog: pytest.LogCaptureFixture, form: str) -> None:
     lora = {"target_modules": ["q_proj"]}
-    description = describe_model(tiny_qlora(MIXTURE, torch.bfloat16, lora=lora), torch.bfloat16)
+    given = EIGHT_BITS["int8"] if form == "8 bits" else None
+    description = describe_model(tiny_qlora(MIXTURE, torch.bfloat16, lora=lora, quantization=given), torch.bfloat16)
     quantized_too = describe_model(tiny_qlora(QWEN, model=MIXTURES[QWEN], experts=True, lora=lora))
     replicas: list[Any] = [OnRank(1), OnRank(0), OnRank(0)]
     with caplog.at_level(logging.WARNING):
@@ -115,4 +117,5 @@ def test_one_warning_with_the_bytes(caplog: pytest.LogCaptureFixture) -> None:
                 assert attach(replica, each, None) == ()  # type: ignore[arg-type]
     [record] = caplog.records
     weights = sum(spec.numel for spec in description.vector.specs if spec.experts)
+    assert record.message.startswith(f"the base is in {form}, but its experts stay in bfloat16")
     assert f"experts stay in bfloat16: {2 * weights / 2**30:,.2f} GiB of 8 parameters" in record.message

@@ -33,7 +33,7 @@ def describe(model: "nn.Module", compute_dtype: "torch.dtype | None") -> Describ
 
 
 def attach(replica: "Replica", description: "ModelDescription", options: "EngineOptions") -> tuple[()]:
-    """Attaches nothing; warns once, on rank 0, if experts of a base in 4 bits are not."""
+    """Attaches nothing; warns once, on rank 0, if the experts of a quantized base are not quantized."""
     from hf_hotspa.features.four_bit.four_bit_experts import left_out
 
     if replica.mesh.rank == 0 and (text := left_out(description)):

@@ -149,16 +149,18 @@ def plain_experts(model: nn.Module) -> tuple[str, ...]:
 
 
 def left_out(description: ModelDescription) -> str | None:
-    """What a warning says of a base in 4 bits whose experts are not; None for others."""
-    packed = [layer for layer in description.packed.values() if isinstance(layer, FourBitWeight)]
+    """What a warning says of a quantized base whose experts are not; None for others."""
+    packed = list(description.packed.values())
     plain = [s for s in description.vector.specs if s.experts and not (s.packed or s.trainable) and len(s.shape) == 3]
     if not packed or not plain:
         return None
     weights = sum(spec.numel for spec in plain)
     stay = sum(spec.numel * getattr(torch, spec.dtype).itemsize for spec in plain)
+    is_ours = isinstance(packed[0], FourBitWeight)
+    fix = "call" if is_ours else "load the base with BitsAndBytesConfig(load_in_4bit=True), and call"
     return (
-        f"the base is in 4 bits, but its experts stay in {plain[0].dtype}: {stay / 2**30:,.2f} GiB of {len(plain)} parameters "
-        f"({plain[0].name}, ...), which would be {weights * WEIGHT_BYTES / 2**30:,.2f} GiB in 4 bits; call "
+        f"the base is in {packed[0].form}, but its experts stay in {plain[0].dtype}: {stay / 2**30:,.2f} GiB of {len(plain)} parameters "
+        f"({plain[0].name}, ...), which would be {weights * WEIGHT_BYTES / 2**30:,.2f} GiB in 4 bits; {fix} "
         "hf_hotspa.quantize_experts(model) after loading"
     )
 
