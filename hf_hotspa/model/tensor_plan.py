@@ -354,7 +354,7 @@ class TensorPlan:
                 0, (_kv_part(count, kv_heads) if count != heads else Part(count, kv_heads, heads),)
             )
             return
-        linear = base_layer(getattr(attention, f"{leaf[0]}_proj", None))
+        linear = base_layer(getattr(attention, f"{leaf[0]}_proj", attention))  # may be missing
         width = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
         if isinstance(linear, nn.Linear) and width is None:
             width = linear.out_features // count

@@ -46,7 +46,7 @@ REFUSED = {
     "function": ("gpt2", "transformer.h.0.mlp", "act", nn.functional.gelu, "act=gelu|act' is missing"),
     "added": ("llama", f"{LAYER}mlp", "extra", nn.Identity(), "mlp.extra' is a Identity, and not there"),
     "callable object": ("llama", f"{LAYER}self_attn", "scaling", slice(3), "another kind of scaling, and 0."),
-    "of the class": ("llama", f"{LAYER}mlp", "extra_repr", print, "extra_repr=print"),
+    "of the class": ("llama", f"{LAYER}mlp", "get_extra_state", print, "get_extra_state=print"),
 }
 ACCEPTED = {
     "note": lambda model: setattr(model.model, "note", 3),

@@ -161,15 +161,6 @@ def test_a_token_loss_is_refused(tmp_path: Any) -> None:
         trainer(small(dtype=torch.float32), config(str(tmp_path), **ONE), token_loss=abs, **given("SFT", tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_an_adapter_that_is_there_already_is_refused_as_its_own_reference(kind: str, tmp_path: Any) -> None:
-    trainer, config = names(kind)
-    args = config(str(tmp_path), **{**ONE, "beta": 0.1, "num_generations": 2})
-    asked = {"train_dataset": rows("prompts", str(tmp_path / "rows"), 8), "reward_funcs": [len]}
-    with pytest.raises(UnsupportedError, match=f"{kind} with beta of a model that has an adapter already"):
-        trainer(tiny_lora("llama_gqa_bias"), args=args, processing_class=tokenizer(), **asked)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_config_of_trl_in_front_of_our_trainer_names_the_class_that_reads_it(kind: str, tmp_path: Any) -> None:
     args = getattr(trl, f"{kind}Config")(str(tmp_path), use_cpu=True, bf16=False)
