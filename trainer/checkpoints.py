@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from transformers import TrainerState
 from transformers import trainer as stock
@@ -52,7 +52,7 @@ from hf_hotspa.checkpoint.rng import random_state
 from hf_hotspa.checkpoint.tensors import Share
 from hf_hotspa.costs.memory import size
 from hf_hotspa.engine.master import bare_optimizer
-from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError
+from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError, UnsupportedError
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import nodes_of
@@ -567,6 +567,16 @@ def _texts(trainer: HasRun, run: SavedRun, share: Share) -> dict[str, str]:
             saved["base model"] = run.base.of(trainer.switched.engine, trainer.model)
         texts[manifest.STATE] = json.dumps(saved) + "\n"
     return texts
+
+
+def refuse_checkpoints(model: nn.Module, args: HotSPaTrainingArguments, resumes: bool) -> None:
+    """Rejects checkpoints of a chain of modules, and a start from one. Raises `UnsupportedError`: they are asked for."""
+    if isinstance(model, nn.Sequential) and (args.save_strategy != SaveStrategy.NO or resumes):
+        raise UnsupportedError(
+            f"checkpoints of a {type(model).__name__}",
+            why="a checkpoint holds one transformers model, and this is a chain of modules around one",
+            fix="set save_strategy='no', and call trainer.save_model() after train(), which writes the library's folder",
+        )
 
 
 def try_files(trainer: HasRun, run: SavedRun) -> None:

@@ -90,13 +90,14 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
     """Returns the class of each module, and its attributes that are numbers, strings, functions, plain tensors, or
     tuples of these, except any that forwards do not read. `is_of_text`: selects the modules by name; all when None."""
     facts: Facts = {}
+    called: str = vars(model).get("called", "")  # whose forward may be ours
     for name, module in model.named_modules():
         if is_of_text is not None and not is_of_text(name):
             continue
         cls: Any = type(module).__base__ if is_parametrized(module) else type(module)
         facts[name, _CLASS] = cls
         for key, value in vars(module).items():
-            replaced = bool(name) and _is_method(cls, key)
+            replaced = name != called and _is_method(cls, key)
             if not replaced and _is_passed_over(key):
                 continue
             if isinstance(value, TextForward):  # of a replica, instead of the class's own

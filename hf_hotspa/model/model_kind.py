@@ -27,7 +27,7 @@ from hf_hotspa.model.layer_kind import LayerKind
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
-from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, replaced_modules, unwrapped_modules
+from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, is_wrapped, replaced_modules, unwrapped_modules
 from hf_hotspa.seam import hooks
 
 _FIX = (
@@ -43,7 +43,12 @@ def refuse_other_models(model: nn.Module) -> None:
     it was loaded in float16; the stock Trainer's steps would end in NaN."""
     bare, _ = bare_model(model)
     if not isinstance(bare, PreTrainedModel):
-        raise ModelError(f"the model is a {type(bare).__name__}, not a transformers PreTrainedModel", fix=_FIX)
+        chain = "it has parameters outside of one transformers model, or that model has a vocabulary's head"
+        raise ModelError(
+            f"the model is a {type(bare).__name__}, not a transformers PreTrainedModel",
+            why=chain if isinstance(bare, nn.Sequential) else None,
+            fix=_FIX,
+        )
     if why := _other_kind(bare):
         raise ModelError(f"{type(bare).__name__} is not a causal language model", why=why, fix=_FIX)
     attending = filter(calls_attention, _modules_of_text(bare))
@@ -447,7 +452,7 @@ def unwrap(model: nn.Module) -> tuple[Any, str, AddedModules | None]:
     """`bare_model`, and what features added to it. Raises `UnsupportedError`: it cannot be trained exactly, or several
     features added to the model."""
     bare, prefix = bare_model(model)
-    refuse_quantized(bare, adapted=bool(prefix))
+    refuse_quantized(bare, adapted=is_wrapped(model))
     added = [own for hook in hooks("describe") if (own := hook(model, None).added()) is not None]
     if len(added) > 1:
         raise UnsupportedError(f"{len(added)} features add modules to the model: {[each.name for each in added]}")

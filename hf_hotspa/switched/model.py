@@ -298,7 +298,7 @@ class CalledModel(DistributedDataParallel):
     """What a trained and a frozen model have in common: calls of all ranks. A DDP by type only (its constructor is never
     called): accelerate's `unwrap_model` returns the model."""
 
-    trains = looks = False
+    trains = looks = find_unused_parameters = static_graph = require_backward_grad_sync = False
     _changes: model_object.ObjectChanges | None = None  # of a trained model
 
     def __init__(self, model: nn.Module, steps: Steps, meet: Meeting, store: MasterStore | None, guards: bool) -> None:
@@ -323,7 +323,7 @@ class CalledModel(DistributedDataParallel):
             rank=engine.rank,
             rules=RowRules(absolute_positions=has_absolute_positions(self._bare.config), columns=self._columns),
         )
-        self._guards, self._route = guards, model_object.Route(self._bare, self)
+        self._guards, self._route = guards, model_object.Route(model, self)
         self._route.set(not guards)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -686,7 +686,7 @@ class SwitchedModel(CalledModel):
     def in_training(self, begins: bool) -> None:
         """Begins or ends a Trainer's training. Not collective; after the end the model object computes by itself."""
         self.trains, self.looks = begins, not begins
-        self._route.set(begins)
+        self._route.set(begins and not self._route.of_chain)
         if not begins and self.is_current:
             model_object.release(self.module)
 

@@ -32,7 +32,7 @@ from hf_hotspa.model.model_check import Facts, changed_facts, check_hooks, decid
 from hf_hotspa.model.model_kind import of_text, text_base
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.loss import SequenceLoss
-from hf_hotspa.parallel.wrapped_model import bare_model
+from hf_hotspa.parallel.wrapped_model import bare_model, called_model
 
 
 class Called(Protocol):
@@ -86,7 +86,7 @@ def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 def refuse_other_forward(model: nn.Module) -> None:
     """Rejects a forward on the object that is neither TRL's, accelerate's nor ours. Raises `UnsupportedError`: it would
     be lost."""
-    forward = vars(model).get("forward")
+    forward = vars(called_model(model)).get("forward")
     function = getattr(forward, "__func__", forward)
     library = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
     if forward is not None and library not in ("trl", "accelerate", "hf_hotspa"):
@@ -100,7 +100,8 @@ def refuse_other_forward(model: nn.Module) -> None:
 @contextmanager
 def as_built(model: nn.Module) -> Iterator[None]:
     """Removes, inside, input hooks and the object's custom forward or loss function."""
-    own = {name: vars(model).pop(name) for name in ("forward", "_loss_function") if name in vars(model)}
+    called = vars(called_model(model))
+    own = {name: called.pop(name) for name in ("forward", "_loss_function") if name in called}
     hung = [m._forward_hooks for m in model.modules() if any(map(only_requires_grad, m._forward_hooks.values()))]
     before = [dict(hooks) for hooks in hung]
     for hooks in hung:
@@ -110,7 +111,7 @@ def as_built(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(model).update(own)
+        called.update(own)
         for hooks, every in zip(hung, before, strict=True):
             hooks.clear()
             hooks.update(every)
@@ -124,11 +125,15 @@ class Route:
     Attributes:
         is_on: Whether calls go to the switched model.
         is_empty: Whether the object has no weights; its own calls then raise an error.
+        of_chain: Whether the model is inside a chain of modules. Calls of the switched model then run the chain.
     """
 
     def __init__(self, model: nn.Module, switched: Called) -> None:
-        self._model, self._switched = weakref.ref(model), weakref.ref(switched)
+        self._model, self._switched = weakref.ref(called_model(bare_model(model)[0])), weakref.ref(switched)
         self.is_on, self.is_empty, self._is_closed = False, not has_weights(model), False
+        self.of_chain = isinstance(model, nn.Sequential)
+        if self.of_chain:
+            switched.forward = functools.partial(self._run_chain, model)  # type: ignore[method-assign]
         self._own: Callable[..., object] | None = None  # TRL's forward on the object
         self._routed: Callable[..., object] | None = None
         self._made: tuple[object, Callable[..., object]] | None = (
@@ -153,6 +158,13 @@ class Route:
             self._routed = own["forward"] = types.MethodType(self._made[1], model)
         return was
 
+    def _run_chain(self, chain: nn.Module, *args: object, **kwargs: object) -> object:
+        was = self.set(True)
+        try:
+            return chain(*args, **kwargs)
+        finally:
+            self.set(was)
+
     def close(self) -> None:
         """Leaves calls to the object for good."""
         self.is_empty = False
@@ -169,7 +181,7 @@ class Route:
             is_own = model is self._model()  # a copy is another model
             to = self._switched() if self.is_on and is_own else None
             if to is not None and not kwargs.get("use_cache") and kwargs.get("past_key_values") is None:
-                return to.forward(*args, **kwargs)
+                return type(to).forward(to, *args, **kwargs)
             if self.is_empty and is_own:
                 raise HotspaError(
                     "trainer.model has no weights (its parameters are on the meta device)",

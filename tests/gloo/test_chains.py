@@ -1,0 +1,174 @@
+"""sentence-transformers' trainers over a `SwitchedModel`, against the same trainers in one process with the whole batch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from hf_hotspa import HotSPaTrainingArguments
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.trainer.trainer import switched
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double
+
+pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+pytestmark = pytest.mark.gloo
+
+FAST = (
+    ("llama_gqa_bias", "left", "mean", "pairs", ("dp2:16,tp2+sp:64", "cp2+ck9:64")),
+    ("qwen3_qk_norm_tied", "right", "lasttoken", "sizes", ("pp2:64",)),
+    ("qwen3_qk_norm_tied", "left", "lasttoken", "cached", ("tp2+z3+rc:64",)),
+    ("llama_gqa_bias", "right", "", "ranks", ("dp2:16,tp2:64",)),
+)
+WIDE = tuple(
+    (family, side, pooling, loss, ("dp2:64", "tp2:64", "pp2+v2:64", "cp2:64", "dp2+z3:64", "cp2+ck9+rc:64", "dp2:16,tp2+sp:64"))
+    for family, side, pooling, loss in (
+        ("llama_gqa_bias", "right", "weightedmean", "pairs"),
+        ("gemma2_soft_caps", "left", "mean", "cached"),
+        ("qwen3_qk_norm_tied", "left", "max", "sizes"),
+        ("qwen3_qk_norm_tied", "right", "", "ranks"),
+    )
+)  # fmt: skip
+
+
+def trainer_of(
+    world: int,
+    folder: str,
+    model: Any,
+    data: Any,
+    loss: Any,
+    strategies: str | None,
+    evaluator: Any = None,
+    **more: Any,
+) -> Any:
+    """A trainer of sentence-transformers, switched or not, with a batch of 8 rows in all."""
+    from sentence_transformers import CrossEncoder, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
+
+    base, kind = SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    if isinstance(model, CrossEncoder):
+        base, kind = CrossEncoderTrainer, CrossEncoderTrainingArguments
+
+    @dataclass
+    class Both(HotSPaTrainingArguments, kind):  # type: ignore[misc,valid-type]
+        pass
+
+    Both.__qualname__, globals()["Both"] = "Both", Both  # the library pickles them
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 8 // world, "max_steps": 3, "use_cpu": True, "report_to": "none", "logging_steps": 1,
+        "save_strategy": "no", "disable_tqdm": True, "max_grad_norm": 0.5, "learning_rate": 1e-2,
+        "ddp_find_unused_parameters": False, **more,
+    }  # fmt: skip
+    if strategies is None:
+        return base(model, kind(folder, **given), train_dataset=data, loss=loss)
+    args = Both(folder, hotspa_strategies=strategies, hotspa_report=False, **given)
+    return switched(base)(model, args, train_dataset=data, loss=loss, evaluator=evaluator)
+
+
+def made(folder: str, pooling: str, kind: str) -> tuple[Any, Any, Any]:
+    """A model, rows, and a loss."""
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+    from sentence_transformers.sentence_transformer import losses
+
+    from tests.chains import embedder, ranker, texts
+
+    if kind == "ranks":
+        model = ranker(folder)
+        return model, texts(20, ("query", "answer"), label=True), BinaryCrossEntropyLoss(model)
+    model, data = embedder(folder, pooling), texts(20, ("anchor", "positive", "negative"))
+    if kind == "cached":
+        return (
+            model,
+            data,
+            losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2, gather_across_devices=True),
+        )
+    loss = losses.MultipleNegativesRankingLoss(model, gather_across_devices=True)
+    return model, data, losses.MatryoshkaLoss(model, loss, [32, 16, 8]) if kind == "sizes" else loss
+
+
+def of_cases(rank: int, world: int, folder: str, cases: Any, plain: bool) -> Any:
+    from tests.chains import trained
+
+    results = {}
+    for number, (*_, pooling, kind, pools) in enumerate(cases):
+        for pool in (None,) if plain else pools:
+            place = f"{folder}/{number}"
+            trainer = trainer_of(world, f"{place}/out{pool}", *made(place, pooling, kind), pool)
+            with exact_in_double(torch.float64):
+                results[number, pool] = trained(trainer)
+            assert plain or trainer.engine is not None
+    return results
+
+
+@pytest.mark.parametrize("cases", [FAST, *(pytest.param((case,), marks=pytest.mark.slow) for case in WIDE)])
+def test_weights_are_those_of_one_process_with_the_whole_batch(cases, tmp_path):
+    from tests.chains import saved
+
+    for number, (family, side, _, kind, _) in enumerate(cases):
+        saved(f"{tmp_path}/{number}", family, side, labels=int(kind == "ranks"))
+    (one,) = run_ranks(1, of_cases, str(tmp_path), cases, True, timeout=200)
+    results, *_ = run_ranks(2, of_cases, str(tmp_path), cases, False, timeout=400)
+    assert len(results) == sum(len(case[-1]) for case in cases)
+    for (number, pool), (weights, losses) in results.items():
+        expected, expected_losses = one[number, None]
+        assert weights.keys() == expected.keys()
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
+        error = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
+        assert error < 1e-11, (cases[number], pool, error)
+
+
+def evaluated(rank: int, world: int, folder: str) -> Any:
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+    from tests.chains import trained
+
+    model, data, loss = made(f"{folder}/0", "mean", "pairs")
+    score = EmbeddingSimilarityEvaluator(data["anchor"], data["positive"], [i / 20 for i in range(20)])
+    pool, when = "dp2:16,tp2:64", {"eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainer_of(world, f"{folder}/out", model, data, loss, pool, score, **when)
+    weights, _ = trained(trainer)
+    trainer.save_model(f"{folder}/saved")
+    scores = [entry["eval_spearman_cosine"] for entry in trainer.state.log_history if "eval_runtime" in entry]
+    return weights, scores, score(trainer.model)["spearman_cosine"]
+
+
+def test_an_evaluator_and_the_saved_folder_have_current_weights(tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    from tests.chains import saved
+
+    saved(f"{tmp_path}/0", "llama_gqa_bias")
+    weights, scores, at_the_end = run_ranks(2, evaluated, str(tmp_path), timeout=300)[0]
+    assert scores[-1] == pytest.approx(at_the_end, abs=1e-12)
+    assert len(set(scores)) == 3
+    loaded = SentenceTransformer(f"{tmp_path}/saved", device="cpu", model_kwargs={"dtype": torch.float64}).state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("layer", "SentenceTransformer"),
+        ("loss", "are not the model's"),
+        ("save", "checkpoints of a SentenceTransformer"),
+    ],
+)
+def test_what_cannot_be_switched_is_refused(kind, message, tmp_path):
+    from sentence_transformers.sentence_transformer.losses import SoftmaxLoss
+    from sentence_transformers.sentence_transformer.modules import Dense
+
+    from tests.chains import saved, texts
+
+    saved(f"{tmp_path}/0", "llama_gqa_bias")
+    model, data, loss = made(f"{tmp_path}/0", "mean", "pairs")
+    if kind == "layer":
+        model.append(Dense(32, 8).double())
+    elif kind == "loss":
+        data = texts(20, ("first", "second"), label=True)
+        loss = SoftmaxLoss(model, 32, 2)
+    with pytest.raises(HotspaError, match=message):
+        trainer_of(
+            1, f"{tmp_path}/out", model, data, loss, "dp1:64", save_strategy="steps" if kind == "save" else "no"
+        ).train()
