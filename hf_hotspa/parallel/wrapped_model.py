@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -138,10 +139,12 @@ def called_model(bare: nn.Module) -> Any:
     return bare.get_submodule(vars(bare).get("called", ""))
 
 
+_IN_CHAINS = WeakKeyDictionary[nn.Sequential, Any]()  # not in the chain, which users copy and pickle
+
+
 def _in_chain(chain: nn.Sequential) -> tuple[Any, str]:
     """The only module with parameters of a chain, such as an embedder's (a base, pooling, a norm) or a ranker's; a base
     is given as a model. The chain unchanged if it has others, or runs a vocabulary's head."""
-    made = vars(chain).get("_in_chain")
     inner = next(((name, m) for name, m in chain.named_modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None or hasattr(inner[1], "lm_head"):
         return chain, ""
@@ -153,6 +156,7 @@ def _in_chain(chain: nn.Sequential) -> tuple[Any, str]:
     above, _, last = name.rpartition(".")
     if last != "model":
         return chain, ""
+    made = _IN_CHAINS.get(chain)
     if made is None or made.model is not model:
-        made = vars(chain)["_in_chain"] = _alone(type(model))(model.config, model)
+        made = _IN_CHAINS[chain] = _alone(type(model))(model.config, model)  # type: ignore[arg-type]
     return made, f"{above}." if above else ""

@@ -1,5 +1,6 @@
 """sentence-transformers' trainers over a `SwitchedModel`, against the same trainers in one process with the whole batch."""
 
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,7 @@ def evaluated(rank: int, world: int, folder: str) -> Any:
     pool, when = "dp2:16,tp2:64", {"eval_strategy": "steps", "eval_steps": 1}
     trainer = trainer_of(world, f"{folder}/out", model, data, loss, pool, score, **when)
     weights, _ = trained(trainer)
+    pickle.dumps(model)  # as for a pool of processes
     trainer.save_model(f"{folder}/saved")
     scores = [entry["eval_spearman_cosine"] for entry in trainer.state.log_history if "eval_runtime" in entry]
     return weights, scores, score(trainer.model)["spearman_cosine"]
