@@ -13,7 +13,6 @@ from hf_hotspa.trainer.trainer import switched
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 
-pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 pytestmark = pytest.mark.gloo
 
 FAST = (
@@ -117,6 +116,31 @@ def test_weights_are_those_of_one_process_with_the_whole_batch(cases, tmp_path):
         assert losses == pytest.approx(expected_losses, rel=1e-6)
         error = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
         assert error < 1e-11, (cases[number], pool, error)
+
+
+def of_a_rank(rank: int, world: int, folder: str, pool: str | None) -> Any:
+    from sentence_transformers.cross_encoder.losses import MultipleNegativesRankingLoss
+
+    from tests.chains import ranker, texts, trained
+
+    model = ranker(f"{folder}/0")
+    loss = MultipleNegativesRankingLoss(model, num_negatives=2)
+    trainer = trainer_of(world, f"{folder}/out{pool}", model, texts(20, ("query", "answer")), loss, pool)
+    with exact_in_double(torch.float64):
+        return trained(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_negatives_that_a_rank_draws_are_those_of_ddp(world, tmp_path):
+    from tests.chains import saved
+
+    saved(f"{tmp_path}/0", "llama_gqa_bias", labels=1)
+    pool = "dp2:16,tp2:64" if world == 2 else "dp4:16,dp2tp2:64"
+    expected, *_ = run_ranks(world, of_a_rank, str(tmp_path), None, timeout=300)
+    found, *_ = run_ranks(world, of_a_rank, str(tmp_path), pool, timeout=300)
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)
+    assert max(float((found[0][name] - value).abs().max()) for name, value in expected[0].items()) < 1e-11
 
 
 def evaluated(rank: int, world: int, folder: str) -> Any:
