@@ -46,7 +46,8 @@ def trainer_of(
     from sentence_transformers import CrossEncoder, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
 
-    base, kind = SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    base: Any = SentenceTransformerTrainer
+    kind: Any = SentenceTransformerTrainingArguments
     if isinstance(model, CrossEncoder):
         base, kind = CrossEncoderTrainer, CrossEncoderTrainingArguments
 
