@@ -1,11 +1,15 @@
 """Options of PEFT's `LoraConfig`: gradients of every trained parameter equal PEFT's on the plain model, in fp64."""
 
+import inspect
+
 import pytest
 import torch
-from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
+from peft import EvaConfig, LoftQConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
+from peft.tuners.lora import layer
 from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.loraga import preprocess_loraga
+from peft.utils import loftq_utils
 
 from tests.families import tiny_model
 from tests.gloo.test_lora import step_error
@@ -83,6 +87,11 @@ def initialized(kind):
         more = {"corda_config": CordaConfig(corda_method="kpm")}
     elif kind == "lora_ga":
         more = {"lora_ga_config": LoraGAConfig()}
+    elif kind == "loftq":
+        more = {"loftq_config": LoftQConfig(loftq_bits=4)}
+        # PEFT's code names the device
+        exec(inspect.getsource(loftq_utils.loftq_init).replace('"cuda"', '"cpu"'), vars(loftq_utils))
+        layer.loftq_init = loftq_utils.loftq_init
     targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
     config = LoraConfig(
         r=4, lora_alpha=3, target_modules=targets, init_lora_weights=kind, task_type="CAUSAL_LM", **more
@@ -113,8 +122,8 @@ def initialization_errors(rank, world_size, kinds):
     return found
 
 
-CHANGED = ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
-"""Initializations that change the base; `loftq`, too, for which PEFT needs a GPU."""
+CHANGED = ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga", "loftq")
+"""Initializations that change the base."""
 
 
 @pytest.mark.slow
