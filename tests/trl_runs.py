@@ -28,6 +28,7 @@ from hf_hotspa.features.dropout.dropout import EmbeddingNoise
 from hf_hotspa.trl import EXPERIMENTAL, OF_PADDING, ONLINE
 from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double
+from tests.harness import run_ranks
 from tests.oracle import exact_in_double, relative_error
 from tests.qlora import WIDE, quantized
 from tests.token_heads import headed
@@ -527,6 +528,12 @@ def wrong_ones(found_of_ranks: Sequence[Any], cases: Mapping[str, Case]) -> list
                     f"{name}, rank {rank}: {case.kind} {case.fields}: TRL {failed!r}, ours {refused!r}, {too_far}"
                 )
     return wrong
+
+
+def compare(both: Callable[..., Any], world_size: int, cases: Mapping[str, Case], folder: Path) -> None:
+    """Runs cases on both sides and fails with `wrong_ones`. `both`: runs them on a rank, from their names and the folder."""
+    wrong = wrong_ones(run_ranks(world_size, both, list(cases), str(folder), timeout=1500), cases)
+    assert not wrong, "\n".join(wrong)
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE
 from tests.harness import run_ranks
-from tests.trl_runs import EVALUATES, RL, Case, both_sides, check_resumed, hits, run_and_resume, wrong_ones
+from tests.trl_runs import EVALUATES, RL, Case, both_sides, check_resumed, compare, hits, run_and_resume, wrong_ones
 
 pytestmark = pytest.mark.gloo
 
@@ -124,9 +124,7 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
     ],
 )
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
-    found = run_ranks(world_size, both, names, str(tmp_path), timeout=1500)
-    wrong = wrong_ones(found, {name: CASES[name] for name in names})
-    assert not wrong, "\n".join(wrong)
+    compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
 
 
 CHOSEN = {

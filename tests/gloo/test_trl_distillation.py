@@ -8,7 +8,7 @@ import torch
 
 from tests.gloo.test_trl_options import POOLS, Draw
 from tests.harness import run_ranks
-from tests.trl_runs import EVALUATES, Case, both_sides, calling, hits, look, small, wrong_ones
+from tests.trl_runs import EVALUATES, Case, both_sides, calling, compare, hits, look, small, wrong_ones
 
 pytestmark = pytest.mark.gloo
 
@@ -81,8 +81,14 @@ class Server:
         return answers
 
 
+def serve() -> None:
+    """Puts `Server` in the place of TRL's client, in this rank's process."""
+    client: Any = import_module("trl.generation.vllm_client")
+    client.VLLMClient = Server
+
+
 def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
-    setattr(import_module("trl.generation.vllm_client"), "VLLMClient", Server)  # noqa: B010  # mypy knows no such name  # in this rank's process
+    serve()
     return both_sides({name: CASES[name] for name in names}, world_size, folder)
 
 
@@ -95,9 +101,7 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
     ],
 )
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
-    found = run_ranks(world_size, both, names, str(tmp_path), timeout=1500)
-    wrong = wrong_ones(found, {name: CASES[name] for name in names})
-    assert not wrong, "\n".join(wrong)
+    compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
 
 
 # -- drawn combinations ------------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ def drawn(seed: int) -> Case:
 
 
 def both_drawn(rank: int, world_size: int, part: int, folder: str) -> Any:
-    setattr(import_module("trl.generation.vllm_client"), "VLLMClient", Server)  # noqa: B010  # mypy knows no such name
+    serve()
     return both_sides(drawn_of(part), world_size, folder)
 
 

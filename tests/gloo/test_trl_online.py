@@ -16,11 +16,11 @@ from tests.trl_runs import (
     brevity,
     calling,
     check_resumed,
+    compare,
     look,
     reward,
     rollout,
     run_and_resume,
-    wrong_ones,
 )
 
 pytestmark = pytest.mark.gloo
@@ -107,9 +107,7 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
     ],
 )
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
-    found = run_ranks(world_size, both, names, str(tmp_path), timeout=1500)
-    wrong = wrong_ones(found, {name: CASES[name] for name in names})
-    assert not wrong, "\n".join(wrong)
+    compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
 
 
 RESUMED = {

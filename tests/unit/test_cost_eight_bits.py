@@ -8,15 +8,13 @@ import torch
 
 from hf_hotspa.cli import main
 from hf_hotspa.costs.model_config import load_model
-from hf_hotspa.costs.packed_linears import unpacked
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.features.eight_bit.terms import eight_bits
 from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.strategy import Strategy
 from tests.families import tiny_config
 from tests.qlora import EIGHT_BITS, WIDE, tiny_qlora
-from tests.unit.test_cost_four_bits import BIASES
+from tests.unit.test_cost_four_bits import check_sizes
 
 
 @pytest.mark.parametrize("form", EIGHT_BITS)
@@ -32,12 +30,7 @@ def test_bytes_are_those_of_the_trainer(form: str, tmp_path: Path) -> None:
     assert 1 < packed.weight_bytes < 1.06
     found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=packed)
     exact = ModelSizes(described.shape, vector=described.vector)
-    assert found.num_trained == exact.num_trained
-    assert found.weight_bytes == pytest.approx(exact.weight_bytes, rel=BIASES)
-    for strategy in (Strategy(4), Strategy(4, z=3), Strategy(2, 2), Strategy(1, 2, 2), Strategy(1, 4)):
-        assert unpacked(found, strategy.tp) == unpacked(exact, strategy.tp), strategy
-        for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
-            assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
+    check_sizes(found, exact)
 
 
 def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

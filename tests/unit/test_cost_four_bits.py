@@ -35,6 +35,17 @@ LLAMA = load_model("llama2-7b")
 LORA, NF4 = Adapter.read("16", LLAMA.linears), four_bits("nf4", LLAMA.linears, {})
 
 
+def check_sizes(found: ModelSizes, exact: ModelSizes) -> None:
+    """Compares what is counted from a config with what is counted of a model."""
+    assert found.num_trained == exact.num_trained
+    assert found.weight_bytes == pytest.approx(exact.weight_bytes, rel=BIASES)
+    for strategy in (Strategy(4), Strategy(4, z=3), Strategy(2, 2), Strategy(1, 2, 2), Strategy(1, 4)):
+        assert unpacked(found, strategy.tp) == unpacked(exact, strategy.tp), strategy
+        for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
+            assert mine.gradient_bytes == real.gradient_bytes, strategy
+            assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
+
+
 @pytest.mark.parametrize(
     ("family", "wide"), [("llama_gqa_bias", WIDE), ("qwen3_qk_norm_tied", WIDE), ("llama_gqa_bias", {})]
 )
@@ -47,13 +58,7 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_p
     adapter, packed = Adapter.read("3", model.linears), four_bits("nf4", model.linears, {})
     found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=packed)
     exact = ModelSizes(described.shape, vector=described.vector)
-    assert found.num_trained == exact.num_trained
-    assert found.weight_bytes == pytest.approx(exact.weight_bytes, rel=BIASES)
-    for strategy in (Strategy(4), Strategy(4, z=3), Strategy(2, 2), Strategy(1, 2, 2), Strategy(1, 4)):
-        assert unpacked(found, strategy.tp) == unpacked(exact, strategy.tp), strategy
-        for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
-            assert mine.gradient_bytes == real.gradient_bytes, strategy
-            assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
+    check_sizes(found, exact)
     kept, counted = found.master(1), exact.master(1)
     assert kept.weight_bytes == pytest.approx(counted.weight_bytes, rel=BIASES)
 
