@@ -29,7 +29,7 @@ import psutil
 from contest import MODELS
 from peers.live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
 from peers.memory import Ladder, measure_memory
-from peers.pages import details_block, families_block, update_block
+from peers.pages import csv_files, details_block, families_block, update_block
 from peers.plan import LIMIT_MARGIN, PLAN_MARGIN, our_works, plan_limited, plan_ours
 from peers.profile import profile_tables
 from peers.results import Results, json_text, published
@@ -345,6 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         root = Path(__file__).resolve().parents[1]
         update_block(root / "docs" / "measured.md", families_block(results.data, kinds))
         update_block(root / "docs" / "side-by-side.md", details_block(results.data))
+        for name, text in csv_files(results.data).items():
+            (root / "docs" / "data" / name).write_text(text)
         (root / "docs" / "side-by-side.json").write_text(json_text(published(results.data)))
     elif options.profile:
         print(profile_tables(results.data))

@@ -1,10 +1,13 @@
-"""Renders the page of families, `docs/families.md`, from the results of the sweep."""
+"""Renders the page of families, `docs/families.md`, and `docs/data/families.csv` from the results of the sweep."""
 
+import csv
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+TABLE = PAGE.parent / "data" / "families.csv"
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-12, 1e-11
 GROUPS = {
     "dp": ("dp4",),
@@ -22,21 +25,33 @@ GROUPS = {
 _HEAD = """# Families
 
 Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, and the dense ones without a plan (BERT and its kin as
-decoders). The family sweep tests a tiny model of each, on four processes, in fp64, in packs of several sequences, against the plain model run on one sequence at a time. *exact* means
-that the loss agrees to 1e-12 and every gradient to 1e-11 (a vanishing gradient, to 1e-11 of a millionth of all of them), under each strategy
-of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; dp4+z3 and dp4+rc+z3; chunks of 5 tokens on one process; dp4ep4 of
-mixtures of experts; the plain strategies without cp, switched inside one mini-batch). *unsupported* means an error that gives the reason. Weights are random, and the settings expose mistakes: biases, short windows, soft caps, multipliers.
-
-If tp holds a complete block, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving
-memory. Layers that run one sequence of a pack at a time gain less from packing.
+decoders). On four processes, in fp64, a tiny model of each trains packs of several sequences and is compared with the plain model run on one sequence at a time.
+*Exact* means that the loss agrees to 1e-12 and every gradient to 1e-11 (a vanishing gradient, to 1e-11 of a millionth of all of them), under each strategy
+of the column: dp4; tp4, dp2tp2; pp4, dp2pp2; tp2pp2; cp4, dp2cp2; dp4+z3, dp4+rc+z3; chunks of 5 tokens on one process (ck); dp4ep4 (ep);
+dp, tp and pp switched inside one mini-batch. Anything else is unsupported: an error gives the reason. Weights are random, and the settings expose mistakes: biases, short windows,
+soft caps, multipliers.
 
 {counts}
 
-The page is generated: `python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and rewrites it;
-`python -m tests.family_sweep qwen3` runs one family.
+## Find a family
 
-| family | | dp | tp | pp | tp and pp | cp | +z3 | ck | ep | switched | notes |
-|---|---|---|---|---|---|---|---|---|---|---|---|
+By `model_type`. [Cells and reasons of each family](data/families.csv) as a table.
+
+| unsupported under | families |
+|---|---|
+{groups}
+
+Why:
+
+* **tp, pp**: the family has no such plan in transformers, or modules outside of every stage.
+* **cp, ck, ep**: layers that take whole sequences (a convolution, a state, linear attention, a custom mask), run one sequence of a pack at a time, and gain less
+  from packing. ck also: embeddings that count tokens (RoBERTa and its kin). ep also: experts that are not one fused module.
+* **+z3**: layers that do not run one after the other (CTRL: activations that cannot be recomputed).
+* **everything**: attention outside of transformers' attention interface, so the sequences of a pack would see each other; or a router that draws random numbers in training.
+
+If tp holds a complete block, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving memory.
+
+`python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and rewrites the page; `python -m tests.family_sweep qwen3` runs one family.
 """
 
 
@@ -106,14 +121,40 @@ def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _groups(families: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each set of columns that are not exact, with the names of its families."""
+    groups: dict[str, list[str]] = {}
+    for name, row in families.items():
+        found = {group: outcome for group in GROUPS if (outcome := cell(row, group)) not in ("exact", "-")}
+        if "tp" in found or "pp" in found:  # then both together, too
+            found.pop("tp and pp", None)
+        texts = [f"{group}: wrong" if outcome == "wrong" else group for group, outcome in found.items()]
+        groups.setdefault("everything" if len(texts) == len(GROUPS) - 1 else ", ".join(texts), []).append(name)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return "\n".join(f"| {found or 'nothing: exact'} | {', '.join(names)} |" for found, names in ordered)
+
+
 def render_page(results: Mapping[str, Any], minutes: int = 20) -> str:
     """Returns the text of the page."""
     families = results["families"]
-    lines = []
-    for name, row in families.items():
-        cells = [cell(row, group) for group in GROUPS]
-        notes = "; ".join(text.replace("|", "\\|").replace("\n", " ") for text in reasons(row))
+    return _HEAD.format(
+        version=results["transformers"], counts=_counts(families), groups=_groups(families), minutes=minutes
+    )
+
+
+def render_csv(results: Mapping[str, Any]) -> str:
+    """Returns the text of the table beside the page: the cells of each family, and its reasons."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["family", "experts", *GROUPS, "notes"])
+    for name, row in results["families"].items():
+        notes = "; ".join(note.replace("\n", " ") for note in reasons(row))
         kind = "experts" if row.get("mixture") else ""
-        lines.append(f"| {name} | {kind} | " + " | ".join(cells) + f" | {notes} |")
-    head = _HEAD.format(version=results["transformers"], counts=_counts(families), minutes=minutes)
-    return head + "\n".join(lines) + "\n"
+        writer.writerow([name, kind, *(cell(row, group) for group in GROUPS), notes])
+    return text.getvalue()
+
+
+def write_pages(results: Mapping[str, Any]) -> None:
+    """Writes the page and the table."""
+    PAGE.write_text(render_page(results))
+    TABLE.write_text(render_csv(results))

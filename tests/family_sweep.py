@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
-from tests.family_page import PAGE, outcome, render_page
+from tests.family_page import outcome, write_pages
 from tests.harness import WorldError, run_ranks
 from tests.oracle import exact_in_double, reference_step, relative_error
 from tests.tiny_families import is_mixture, swept_families, tiny_config_of, tiny_model_of
@@ -254,7 +254,7 @@ def main() -> None:
                 print(f"    {key}: {row[key][-1500:]}", flush=True)
         ordered = {name: results[name] for name in sorted(results) if name in known}
         RESULTS.write_text(json.dumps({"transformers": transformers.__version__, "families": ordered}, indent=1) + "\n")
-    PAGE.write_text(render_page(json.loads(RESULTS.read_text())))
+    write_pages(json.loads(RESULTS.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,32 @@
-"""The blocks that `side_by_side.py` writes: docs/measured.md (families of sides, relative to `auto`), docs/side-by-side.md (every side).
+"""What `side_by_side.py` writes: blocks of docs/measured.md (families of sides, relative to `auto`) and docs/side-by-side.md (their
+seconds), and docs/data/side-by-side*.csv (every side, every phase).
 
-Both are between two marks and made from the JSON file alone: no number is typed by hand. The file itself lies beside them.
+All are made from the JSON file alone: no number is typed by hand. The file itself lies beside the pages.
 """
 
+import csv
+import io
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.profile import profile_table
+from peers.profile import PARTS, all_phases
 from peers.tables import (
     AUTO,
     LIMITED,
     MIB,
     STATIC,
     Line,
-    cell_tables,
     column,
     fastest,
+    fit_text,
     fits,
     kinds_of,
     lines_of,
     loss_spread,
     noise_of,
+    titled,
 )
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
@@ -86,7 +90,7 @@ def families_block(data: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def details_block(data: dict[str, Any]) -> str:
-    """Families in seconds, then every side of every cell, and the phases in which our sides spend their time."""
+    """Families in seconds. Every side of every cell, and the phases of ours: `csv_files`."""
     text = [f"Seconds per mini-batch, measured on {_facts(list(data['cells'].values()))}.", "", _FAMILY_LEGEND]
     for name, kind in kinds_of(data).items():
         lines = {lengths: lines_of(cell) for lengths, cell in kind.items()}
@@ -94,9 +98,38 @@ def details_block(data: dict[str, Any]) -> str:
         for title, heads, limited in (("no limit", list(kind), False), ("a limit of memory", limits, True)):
             text += ["", f"| {name}, {title} | " + " | ".join(heads) + " |", "|---" * (len(kind) + 1) + "|"]
             text += _family_rows(lines, limited)
-    for key, cell in data["cells"].items():
-        text += ["", cell_tables(data, [key]), "", "Where the time of our sides goes:", "", profile_table(cell)]
     return "\n".join(text)
+
+
+def csv_files(data: dict[str, Any]) -> dict[str, str]:
+    """The text of each file of docs/data: every side of every cell, and every phase of ours."""
+    heads = ["cell", "side", "seconds", "median_seconds", "tokens_per_second", "padding", "peak_mib", "loss"]
+    sides: list[list[Any]] = [[*heads, "limit_mib", "under_the_limit", "reason", "differs"]]
+    phases: list[list[Any]] = [
+        ["cell", "side", "phase", "tokens", *(f"{part}_seconds" for part in PARTS), "rest_seconds"]
+    ]
+    for key, cell in data["cells"].items():
+        lines = lines_of(cell)
+        for name, line in lines.items():
+            if name.endswith(LIMITED) and name.removesuffix(LIMITED) in lines:
+                continue  # a column of the side has it
+            numbers = (line.seconds, line.median, line.tokens_per_s, line.waste)
+            peak = line.peak_bytes and line.peak_bytes / MIB
+            shown = ["" if number is None else f"{number:.4g}" for number in (*numbers, peak)]
+            loss = "" if line.loss is None else f"{line.loss:.5f}"
+            under = fit_text(line, lines.get(name + LIMITED))
+            last = [f"{cell['limit_bytes'] / MIB:.0f}", under, line.reason, line.found.get("differs", "")]
+            sides.append([key, titled(line), *shown, loss, *last])
+        for name, strategy, rest, sums in all_phases(cell):
+            parts = [f"{sums[part]:.3f}" for part in PARTS]
+            phases.append([key, name, strategy, f"{sums['tokens']:.0f}", *parts, f"{rest:.3f}"])
+    return {"side-by-side.csv": _csv(sides), "side-by-side-phases.csv": _csv(phases)}
+
+
+def _csv(rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def update_block(path: Path, block: str) -> None:

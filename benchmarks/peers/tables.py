@@ -237,12 +237,12 @@ def _cell_table(key: str, cell: dict[str, Any]) -> str:
             continue  # the last column of the side has it
         last = fit_text(line, lines.get(name + LIMITED))
         if line.seconds is None:
-            text.append(f"| {_titled(line)} | {line.reason} | | | | | | {last} |")
+            text.append(f"| {titled(line)} | {line.reason} | | | | | | {last} |")
             continue
         waste = f"{line.waste:.0%}" if line.waste is not None else "?"
         peak = f"{line.peak_bytes / MIB:.0f}" if line.peak_bytes is not None else "?"
         text.append(
-            f"| {_titled(line)} | {line.seconds:.3f} | {line.median:.3f} | {line.tokens_per_s:,.0f} | {waste} | {peak} "
+            f"| {titled(line)} | {line.seconds:.3f} | {line.median:.3f} | {line.tokens_per_s:,.0f} | {waste} | {peak} "
             f"| {line.loss:.5f} | {last} |"
         )
     spread, differing = loss_spread(lines)
@@ -254,7 +254,8 @@ def _cell_table(key: str, cell: dict[str, Any]) -> str:
     return "\n".join([*text, *verdict(lines)])
 
 
-def _titled(line: Line) -> str:
+def titled(line: Line) -> str:
+    """The name of a side, with its strategies or the rows of its micro-batches."""
     rows = line.found.get("micro_batch_rows")
     pool = line.found.get("pool") or ([line.found["strategies"]] if line.found.get("strategies") else None)
     if pool:

@@ -77,7 +77,11 @@ def factors_of_cells(limit):
     for block in (ROOT / "docs" / "side-by-side.md").read_text().split("\n\n"):
         if not re.match(rf"\| [\w.]+ (fp32|bf16), {heading} \|", block):
             continue
-        rows = [[cell.strip("* ") for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        rows = [
+            [cell.strip("* ") for cell in line.strip("|").split("|")]
+            for line in block.splitlines()
+            if line.startswith("|")
+        ]
         table = {row[0]: [float(c) if re.fullmatch(r"[\d.]+", c) else None for c in row[1:]] for row in rows[2:]}
         auto = table.pop("ours, `auto`")
         for place, seconds in enumerate(auto):

@@ -18,8 +18,9 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention
 from hf_hotspa.parallel.rope import counted_positions, counting_from
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
+from tests import family_page
 from tests.families import tiny_model
-from tests.family_page import PAGE, cell, outcome, render_page
+from tests.family_page import PAGE, cell, outcome, render_csv, render_page
 from tests.family_sweep import RESULTS
 from tests.tiny_families import UNPLANNED, planned_families, swept_families, tiny_config_of, tiny_model_of
 
@@ -39,6 +40,7 @@ def test_the_table_has_every_planned_family_of_the_installed_transformers() -> N
 
 def test_the_page_is_made_from_the_table() -> None:
     assert PAGE.read_text() == render_page(TABLE), "run: python -m tests.family_sweep --page-only"
+    assert family_page.TABLE.read_text() == render_csv(TABLE)
 
 
 def test_nothing_is_wrong_and_every_refusal_has_a_reason() -> None:

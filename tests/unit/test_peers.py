@@ -11,6 +11,8 @@ from peers.memory import Ladder, longest_held  # type: ignore[import-not-found]
 from peers.pages import (  # type: ignore[import-not-found]
     BEGIN,
     END,
+    csv_files,
+    details_block,
     families_block,
     update_block,
 )
@@ -168,6 +170,15 @@ def test_tables_have_a_row_for_every_side(cell):
     assert "| ours, auto: dp4:200 | 1.667 |" in text
     profile = profile_tables(data)
     assert "| ours, auto | dp4 | 50 | 0.500 | 0.300 | 0.000 | 0.100 | 0.020 | 0.030 | 0.817 |" in profile
+
+
+def test_the_published_numbers_are_those_of_the_json():
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    data = Results(docs / "side-by-side.json").data
+    assert f"{BEGIN}\n{details_block(data)}\n{END}" in (docs / "side-by-side.md").read_text()
+    for name, text in csv_files(data).items():
+        assert (docs / "data" / name).read_text() == text, "run: python benchmarks/side_by_side.py --pages"
+        assert text.count("\n") > 250
 
 
 def test_a_page_gets_its_block(tmp_path: Path):
