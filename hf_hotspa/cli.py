@@ -20,6 +20,7 @@ from typing import Any, cast
 from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoint_files, environment, inputs
 from hf_hotspa.commands.inputs import add_flags, file_to_write, whole
+from hf_hotspa.commands.parser import USAGE_ERROR, CommandParser
 from hf_hotspa.commands.train_help import HELP, OVERVIEW, RUN_HELP
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
@@ -46,10 +47,9 @@ from hf_hotspa.strategy import Bucket
 from hf_hotspa.versions import LIBRARIES, TRAIN_LIBRARIES, version_of
 from hf_hotspa.whole_file import write_whole
 
-USAGE_ERROR = 2
 TRAIN, RUN = "train", "run"
 _MACHINES = "such as h100-80g, l40s or 4090 (`hf-hotspa hardware` lists them), or a YAML or JSON file"
-_GPUS = "8xh100-80g or, of four nodes, 4x8xh100-80g: --nodes and --hardware in one"
+_GPUS = "8xh100, one 4090 or, of four nodes, 4x8xh100: --nodes and --hardware in one"
 
 
 class _Version(argparse.Action):
@@ -70,7 +70,7 @@ def _installed(name: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-hotspa", description="Fine-tunes with hot-switched strategies; plans that without any device."
     )
     parser.add_argument("--version", action=_Version, help="print the versions")
@@ -272,7 +272,9 @@ def _add_formulas(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.set_defaults(answer=_formulas)
     texts = {
-        "model CONFIG": "a config.json, its folder, a bundled model or a name on the hub",
+        "config MODEL": "the model, as --model",
+        "--model MODEL": "a config.json, its folder, a bundled model or a name on the hub",
+        "--gpus GPUS": _GPUS,
         "--nodes NODESxDEVICES": "the cluster, such as 4x8",
         "--hardware HARDWARE": "`hf-hotspa hardware` lists them (default: %(default)s)",
         "--batch SEQUENCES": "of one optimizer step (default: %(default)s)",
@@ -282,7 +284,7 @@ def _add_formulas(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     add_flags(
         parser,
         texts,
-        nodes={"required": True},
+        config={"nargs": "?"},
         hardware={"default": "h100-80g"},
         batch={"type": whole(), "default": 512},
         micro_batch={"type": whole(), "default": 1},
@@ -293,7 +295,9 @@ def _add_formulas(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _formulas(args: argparse.Namespace) -> None:
-    setup = Setup.read(args.model, args.nodes, args.hardware, dtype=DTYPE)
+    if (args.model is None) == (args.config is None):
+        raise HotspaConfigError("formulas are of one model", fix="give --model, such as --model llama2-7b")
+    setup = Setup.read(args.model or args.config, *inputs.machines(args), dtype=DTYPE)
     result = make_table(setup, args.batch, args.micro_batch, args.sequence)
     more = (each.of_formulas(setup, args.micro_batch, args.sequence) for each in settings_of_command(args))
     result = replace(result, more=tuple(more))

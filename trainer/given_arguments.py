@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
-from difflib import SequenceMatcher
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any
@@ -28,6 +27,7 @@ from transformers.utils.generic import strtobool
 from hf_hotspa.data.collator import is_stream
 from hf_hotspa.errors import DataError, HotspaConfigError, LaunchError, UnsupportedError
 from hf_hotspa.model.options import LONGEST_TIMEOUT_S
+from hf_hotspa.nearest import nearest, plain, unknown_flag
 from hf_hotspa.rows.formats import format_of
 from hf_hotspa.rows.table import SequenceTable
 
@@ -157,33 +157,7 @@ def workers_context(args: TrainingArguments) -> Any:
 
 logger = logging.getLogger(__name__)
 
-_SIMILAR = 0.6  # the least likeness of two names of which one may be meant for the other, as in `difflib`
 _warned: set[str] = set()
-
-
-def unknown_flag(flag: str, known: Collection[str]) -> str:
-    """A sentence about an unknown flag, with the nearest known one. `flag`: as written, such as ``--hotspa-overlnog``.
-    `known`: without leading hyphens."""
-    near = nearest(flag, known)
-    return f"there is no flag {flag}" + (f"; did you mean --{near}?" if near else "")
-
-
-def nearest(flag: str, known: Collection[str]) -> str | None:
-    """The name most similar to a flag, whatever the order of its words; None if none is similar."""
-    scores = {name: (_likeness(_name(flag), name), _ratio(_name(flag), name)) for name in sorted(known)}
-    best = max(scores, key=scores.__getitem__, default=None)
-    return best if best is not None and scores[best][0] >= _SIMILAR else None
-
-
-def _likeness(flag: str, name: str) -> float:
-    """From 0 to 1: of the texts, or with the words of the flag in the order of the name's."""
-    words = name.split("_")
-    places = {word: max(range(len(words)), key=lambda at: _ratio(word, words[at])) for word in flag.split("_")}
-    return max(_ratio(flag, name), _ratio("_".join(sorted(flag.split("_"), key=places.__getitem__)), name))
-
-
-def _ratio(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
 
 
 def warn_of_misspelt(fields: Collection[str]) -> None:
@@ -195,15 +169,11 @@ def warn_of_misspelt(fields: Collection[str]) -> None:
         flag = word.partition("=")[0]
         if not flag.startswith(("--hotspa_", "--hotspa-")) or flag in _warned:
             continue
-        if any(name.startswith(_name(flag)) for name in fields):  # argparse accepts a prefix
+        if any(name.startswith(plain(flag)) for name in fields):  # argparse accepts a prefix
             continue
         if nearest(flag, fields) is not None:
             _warned.add(flag)
             logger.warning("%s", unknown_flag(flag, fields))
-
-
-def _name(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
 
 
 def refuse_misspelt(cls: Any, given: Mapping[str, Any]) -> None:

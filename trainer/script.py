@@ -19,12 +19,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedConfig, set_seed
 
 from hf_hotspa.callbacks.step_reports import ReportCallback
+from hf_hotspa.costs.model_config import refuse_gguf
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, printable
+from hf_hotspa.nearest import plain, unknown_flag
 from hf_hotspa.parallel import backends
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.gain import measure_gain
-from hf_hotspa.trainer.given_arguments import flag, unknown_flag
+from hf_hotspa.trainer.given_arguments import flag
 from hf_hotspa.trainer.start import Ranks
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -36,7 +38,7 @@ class FlagParser(HfArgumentParser):
 
     def __init__(self, dataclass_types: Iterable[Any], everything: bool = False, **options: object) -> None:
         kinds = list(dataclass_types)
-        super().__init__(kinds, **{"epilog": MORE, **options})
+        super().__init__(kinds, **{"epilog": MORE, "allow_abbrev": False, **options})
         inherited = {name for name in HotSPaTrainingArguments.__dataclass_fields__ if not name.startswith("hotspa_")}
         for action in self._actions:  # there are hundreds: the help shows only ours
             if not everything and action.dest in inherited - {"output_dir"}:
@@ -44,9 +46,22 @@ class FlagParser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with code 2; the message may quote what was given."""
-        self.print_usage(sys.stderr)
-        print(printable(f"{self.prog}: error: {message}"), file=sys.stderr)
+        print(printable(f"{self.prog}: {message} ({self.prog} --help)"), file=sys.stderr)
         sys.exit(2)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: object = None
+    ) -> tuple[Any, list[str]]:
+        """As `ArgumentParser.parse_known_args`; flags of ours may be given without `hotspa_`."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._full(word) for word in words], namespace)
+
+    def _full(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return word
+        full = f"--{_OTHER_NAMES.get(plain(name), 'hotspa_' + plain(name))}"
+        return f"{full}{equals}{value}" if full in self._option_string_actions else word
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Any:  # type: ignore[override]
         """As `ArgumentParser.parse_args`; an unknown flag ends the program with code 2."""
@@ -54,11 +69,22 @@ class FlagParser(HfArgumentParser):
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
             if not flags:
-                self.error(f"{unknown[0]!r} belongs to no flag; names follow --model and --dataset")
+                self.error(_no_flag(unknown[0]))
             known = {action.dest for action in self._actions}
             self.error("; ".join(unknown_flag(word, known) for word in flags))
         return parsed
 
+
+def _no_flag(word: str) -> str:
+    """What a word that belongs to no flag was probably meant for."""
+    if word.endswith(".py"):
+        return f"{word} is a program: hf-hotspa run -- python {word}"
+    if word.endswith((".yaml", ".yml")):
+        return f"{word} is a config file, of axolotl for example: hf-hotspa run -- axolotl train {word}"
+    return f"{word!r} belongs to no flag; names follow --model and --dataset"
+
+
+_OTHER_NAMES = {"split": "dataset_split", "data": "dataset", "model_name_or_path": "model", "gpus": "processes"}
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +196,7 @@ def check_script(script: Any, skips_empty: bool) -> None:
         _peft()
     if script.dtype != "auto" and not isinstance(getattr(torch, script.dtype, None), torch.dtype):
         raise HotspaConfigError(f"--dtype is {script.dtype!r}", fix="use float32, bfloat16 or auto")
+    refuse_gguf(str(script.model or script.config))
     _open_config(_folder(script.model) or script.model if script.model is not None else script.config)
     for dataset in (_rows(script), _evaluated_rows(script)):
         if dataset is not None and "input_ids" not in dataset.column_names:

@@ -41,7 +41,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     export = commands.add_parser("export", help="write the model of a checkpoint for from_pretrained")
     export.set_defaults(answer=_export)
     export.add_argument("checkpoint", help="a checkpoint-<step> directory")
-    export.add_argument("output", help="a new directory")
+    export.add_argument("output", nargs="?", help="a new directory (default: model-<step> beside the checkpoint)")
     texts = {
         "--max-shard-size SIZE": "of each file of weights (default: %(default)s)",
         "--dtype DTYPE": "of the weights, such as bfloat16 (default: the trained model's)",
@@ -114,7 +114,9 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> None:
     limit = parse_bytes(args.max_shard_size, "--max-shard-size")
-    checkpoint, output = Path(args.checkpoint), Path(args.output)
+    checkpoint = Path(args.checkpoint)
+    kind = "merged" if args.merge else "model"
+    output = Path(args.output or checkpoint.with_name(f"{kind}-{checkpoint.resolve().name.rpartition('-')[2]}"))
     if args.merge:
         from hf_hotspa.checkpoint.model_files import merge  # imports torch
 
@@ -129,4 +131,4 @@ def _export(args: argparse.Namespace) -> None:
 
         files = export(checkpoint, output, max_shard_bytes=limit, dtype=args.dtype)
     size = sum(file.stat().st_size for file in files)
-    print(f"{args.output}: {len(files)} files of weights, {size:,} bytes")
+    print(f"{output}: {len(files)} files of weights, {size:,} bytes")

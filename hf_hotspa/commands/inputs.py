@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from hf_hotspa.costs.hardware import PRESETS, load_hardware, template
-from hf_hotspa.costs.model_config import hub_file, preset_names
+from hf_hotspa.costs.hardware import PRESETS, Hardware, find_preset, load_hardware, other_forms, template
+from hf_hotspa.costs.model_config import hub_file, preset_names, preset_source
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.rows.light_tokenizer import LightTokenizer
@@ -71,19 +71,25 @@ def file_to_write(flag: str, path: str | None) -> None:
 
 
 def machines(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Returns `--nodes` and `--hardware`, given directly or by `--gpus`. Raises `HotspaConfigError`: neither `--gpus`
-    nor `--nodes` is given, or both are."""
-    example = "give --gpus 8xh100-80g, or --nodes 1x8 and --hardware h100-80g"
+    """Returns `--nodes` and `--hardware`, given directly or by `--gpus`; says which of several machines of a name is
+    meant. Raises `HotspaConfigError`: neither `--gpus` nor `--nodes` is given, or both are."""
+    example = "give --gpus 8xh100, or --nodes 1x8 and --hardware h100"
+    nodes, hardware = args.nodes, args.hardware
     if args.gpus is None:
-        if args.nodes is None:
+        if nodes is None:
             raise HotspaConfigError("nothing says how many GPUs there are", fix=example)
-        return args.nodes, args.hardware
-    match = re.fullmatch(r"(?:([0-9]+)x)?([0-9]+)x(.+)", args.gpus)
-    if match is None:
-        raise HotspaConfigError(f"--gpus {args.gpus!r} names no number of GPUs of a kind", fix=example)
-    if args.nodes is not None:
-        raise HotspaConfigError("--gpus and --nodes both say how many GPUs there are", fix="leave --nodes out")
-    return f"{match[1] or 1}x{match[2]}", match[3]
+    else:
+        match = re.fullmatch(r"(?:([0-9]+)x)?(?:([0-9]+)x)?(.*[A-Za-z].*|[0-9]{3,})", args.gpus)
+        if match is None:
+            raise HotspaConfigError(f"--gpus {args.gpus!r} names no kind of GPU", fix=example)
+        if nodes is not None:
+            raise HotspaConfigError("--gpus and --nodes both say how many GPUs there are", fix="leave --nodes out")
+        groups = [count for count in match.groups()[:2] if count is not None]
+        nodes, hardware = "x".join(["1", "1", *groups][-2:]), match[3]
+    if hardware is not None and not Path(hardware).is_file() and (others := other_forms(hardware)):
+        chosen = cast(Hardware, find_preset(hardware)).name
+        print(f"hf-hotspa: {hardware} is read as {chosen}; others: {', '.join(others)}", file=sys.stderr)
+    return nodes, hardware
 
 
 def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -149,6 +155,8 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
 
 
 def _of_model(model: str | None) -> str:
+    if model is not None and (of_hub := preset_source(model)) is not None:
+        return of_hub
     if model is None or model in preset_names() or Path(model).is_file():
         of = "" if model is None else f"{model} comes without one; "
         fix = f"{of}give --tokenizer NAME_OR_FOLDER"

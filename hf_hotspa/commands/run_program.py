@@ -19,6 +19,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.nearest import unknown_flag
 from hf_hotspa.run_flags import VARIABLE
 
 SITE = Path(__file__).resolve().parent / "front" / "site"
@@ -88,7 +89,7 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
 
     from hf_hotspa.strategy import parse_buckets
     from hf_hotspa.trainer.arguments import AUTO, HotSPaTrainingArguments, flag_fields
-    from hf_hotspa.trainer.given_arguments import check_values, unknown_flag
+    from hf_hotspa.trainer.given_arguments import check_values
 
     own = [copy(field) for field in flag_fields()]
     kind: Any = make_dataclass("Flags", [(field.name, field.type, field) for field in own])

@@ -4,7 +4,6 @@ Owns the number of processes and the command that starts them; each runs `traine
 or in a name are reported once, before any process starts.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from hf_hotspa.parallel import backends
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.trainer.arguments import AUTO, HotSPaTrainingArguments, evaluation_strategy
 from hf_hotspa.trainer.given_arguments import check_values
-from hf_hotspa.trainer.script import check_script, parse, parser_of, read, run
+from hf_hotspa.trainer.script import FlagParser, check_script, parse, parser_of, read, run
 
 _MOST_CPU_PROCESSES = 4  # without --processes: each process has its own copy of the data, so more must be asked for
 _PROCESSES, _ALL = "--processes", "--help-all"
@@ -29,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     """Runs the command. If it starts processes, this process becomes their launcher. `words`: the arguments after
     `hf-hotspa train`. Returns the exit code, 0; 2 when the input is wrong. Raises `HotspaError`: in a process of a
     launcher, which shows it."""
-    own = argparse.ArgumentParser(prog="hf-hotspa train", add_help=False, allow_abbrev=False)
+    own = FlagParser((), prog="hf-hotspa train", add_help=False)
     own.add_argument(_PROCESSES, type=whole(), default=None)
     ours, rest = own.parse_known_args(list(words))
     parser = parser_of(prog="hf-hotspa train")

@@ -66,7 +66,8 @@ processes
   --processes N         default: the GPUs; with --use_cpu the cores, at most 4
   --use_cpu             CPU processes
 
---help-all lists all flags of TrainingArguments and of hf_hotspa.
+--help-all lists all flags of TrainingArguments and of hf_hotspa. Flags may be
+written with dashes; hotspa_ in front may be left out.
 """
 
 RUN_HELP = """\

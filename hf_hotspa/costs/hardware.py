@@ -16,7 +16,6 @@ sheet values for NVLink and PCIe. A YAML or JSON file may start from a named mac
 `hf-hotspa hardware NAME` prints all fields of a machine as a starting point.
 """
 
-import difflib
 import math
 import os
 import re
@@ -27,6 +26,7 @@ from typing import Any
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.nearest import meant
 
 _UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}} | {
     f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)
@@ -200,29 +200,35 @@ _LIST = "`hf-hotspa hardware` lists the named machines, and prints the fields of
 
 
 def find_preset(text: str) -> Hardware | None:
-    """Returns the machine with this name or unique first part (`l40s`), or None.
+    """Returns the machine with this name or first part (`h100`: the first in the list, `h100-80g`), or None.
 
-    Ignores case, spaces and the words NVIDIA, RTX, GeForce and AMD. Raises `HotspaConfigError`: several machines match.
+    Ignores case, spaces and the words NVIDIA, RTX, GeForce and AMD.
     """
+    name = _plain_name(text)
+    return PRESETS.get(name) or next(iter(_of_kind(name)), None)
+
+
+def other_forms(text: str) -> list[str]:
+    """Returns the names of the machines that `find_preset` did not choose for a first part that several share."""
+    name = _plain_name(text)
+    return [] if name in PRESETS else [preset.name for preset in _of_kind(name)[1:]]
+
+
+def _plain_name(text: str) -> str:
     words = str(text).lower().replace("_", "-").replace(" ", "-").split("-")
-    name = "-".join(word.removeprefix("rtx") for word in words if word not in ("nvidia", "rtx", "geforce", "amd", ""))
-    if name in PRESETS:
-        return PRESETS[name]
-    matches = [preset for key, preset in PRESETS.items() if key.split("-")[0] == name]
-    if len(matches) > 1:
-        raise HotspaConfigError(
-            f"there are several machines {text!r}", fix=f"use one of {', '.join(preset.name for preset in matches)}"
-        )
-    return matches[0] if matches else None
+    return "-".join(word.removeprefix("rtx") for word in words if word not in ("nvidia", "rtx", "geforce", "amd", ""))
+
+
+def _of_kind(name: str) -> list[Hardware]:
+    return [preset for key, preset in PRESETS.items() if key.split("-")[0] == name]
 
 
 def _unknown(text: object, where: str = "") -> HotspaConfigError:
-    near = difflib.get_close_matches(str(text).lower(), [*PRESETS, *(key.split("-")[0] for key in PRESETS)], 3)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    near = meant(_plain_name(str(text)), [*PRESETS, *(key.split("-")[0] for key in PRESETS)])
     return HotspaConfigError(
         f"there is no machine with the name {str(text)!r}" + ("" if where else ", and no such file"),
         where=where,
-        fix=meant + _LIST,
+        fix=near + _LIST,
     )
 
 
@@ -293,6 +299,9 @@ def hardware_from(data: Mapping[str, Any], where: str = "hardware description") 
         base = find_preset(str(data["base"]))
         if base is None:
             raise _unknown(data["base"], where)
+        if others := other_forms(str(data["base"])):
+            fix = f"use one of {', '.join([base.name, *others])}"
+            raise HotspaConfigError(f"there are several machines {data['base']!r}", where=where, fix=fix)
     else:
         needed = ["devices_per_node", "intra_bandwidth", "inter_bandwidth", *of_device]
         if missing := [name for name in needed if name not in data and not name.endswith("_share")]:

@@ -10,15 +10,18 @@ norms: within 1 % for models from a billion parameters on. For families where th
 of several kinds) the result is scaled by the error for the default config.
 """
 
-import difflib
+import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model_shape import ModelShape, pair_layers
+from hf_hotspa.nearest import meant
 from hf_hotspa.whole_file import read_json, read_object
 
 FAMILIES_FILE = Path(__file__).with_name("families.json")
@@ -26,6 +29,7 @@ FAMILIES_KIND = "hf_hotspa model families"
 FAMILIES_VERSION = 1
 
 _PRESETS = Path(__file__).parent / "models"
+_OF_THE_PAPER = {"llama2-32b"}
 _GATED = ("silu", "swish", "swiglu", "geglu", "reglu")
 _SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
 _SWITCHES = ("is_moe", "enable_moe_block")
@@ -78,7 +82,20 @@ class ModelConfig:
 
 
 def preset_names() -> tuple[str, ...]:
-    return tuple(sorted((path.stem for path in _PRESETS.glob("*.json")), key=lambda name: (len(name), name)))
+    """Returns the models that need no file; a size that only the paper has (`llama2-32b`) is left out."""
+    return tuple(sorted({path.stem for path in _PRESETS.glob("*.json")} - _OF_THE_PAPER))
+
+
+def preset_source(text: str) -> str | None:
+    """Returns the name on the hub of a preset, None if it has none or there is no such preset."""
+    return _hub_names().get(text)
+
+
+@cache
+def _hub_names() -> dict[str, str]:
+    """Names on the hub, by preset."""
+    texts = {path.stem: json.loads(path.read_text()) for path in _PRESETS.glob("*.json")}
+    return {name: text["_name_or_path"] for name, text in texts.items() if "_name_or_path" in text}
 
 
 def load_model(text: str | os.PathLike[str]) -> ModelConfig:
@@ -86,7 +103,7 @@ def load_model(text: str | os.PathLike[str]) -> ModelConfig:
     there is no such preset, file or model on the hub, or it holds no JSON object; `ModelError`: the config is not of a
     causal language model whose parameters can be counted."""
     path, name = _find(text)
-    return model_from(read_object(path, _WHAT, _HOW), name, str(text) if str(text) in preset_names() else str(path))
+    return model_from(read_object(path, _WHAT, _HOW), name, name if path.parent == _PRESETS else str(path))
 
 
 def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
@@ -98,9 +115,10 @@ def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
     """Returns the file, and the model's name for tables."""
-    names = preset_names()
-    if str(text) in names:
-        return _PRESETS / f"{text}.json", str(text)
+    name, names = str(text), preset_names()
+    if name.lower() in {*names, *_OF_THE_PAPER}:
+        return _PRESETS / f"{name.lower()}.json", name.lower()
+    refuse_gguf(name)
     path = Path(text).expanduser()
     folder = path.is_dir()
     if folder:
@@ -109,17 +127,35 @@ def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
         return path, path.parent.resolve().name if path.name == "config.json" else path.stem
     why: str | None = None
     fix = f"use one of {', '.join(names)}, the path of a config.json or its folder, or a name on the hub"
-    name = str(text)
     # a name on the hub has one slash at most
     is_path = name.startswith((".", "/", "~")) or name.endswith((".json", "/")) or name.count("/") > 1
     if not folder and not is_path:
+        of_hub = {hub.lower(): preset for preset, hub in _hub_names().items()}
+        if preset := of_hub.get(name.lower()):
+            return _PRESETS / f"{preset}.json", name
         try:
-            return hub_file(str(text)), str(text)
+            return hub_file(name), name
         except HotspaConfigError as error:
             why, fix = " ".join(filter(None, (error.what, error.where and f"({error.where})"))), error.fix or fix
-            if "/" not in str(text):  # more likely a misspelled preset
-                fix = f"use one of {', '.join(names)}, the path of a config.json or its folder, or: {fix}"
-    raise HotspaConfigError(f"there is no model preset and no config file {str(text)!r}", why=why, fix=fix)
+            near = meant(name, [*names, *_hub_names().values(), *_cached()])
+            if near or "/" not in name:  # more likely a misspelled preset
+                fix = f"{near}use one of {', '.join(names)}, the path of a config.json or its folder, or: {fix}"
+    raise HotspaConfigError(f"there is no model preset and no config file {name!r}", why=why, fix=fix)
+
+
+def refuse_gguf(name: str) -> None:
+    """Raises `HotspaConfigError` for a model that is named as a GGUF file or a repository of such files."""
+    if "gguf" in re.split("[^a-z]+", name.lower()):
+        fix = "name the original model, from which it was made, such as Qwen/Qwen3-8B"
+        raise HotspaConfigError(f"{name!r} is a GGUF model, which cannot be trained", fix=fix)
+
+
+def _cached() -> list[str]:
+    """Returns the names of the models in the cache of the hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folders = Path(HF_HUB_CACHE).glob("models--*")
+    return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders]
 
 
 def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -142,11 +178,10 @@ class _Config:
         self.family = str(data.get("model_type"))
         families = read_json(FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, "install the package again")["families"]
         if self.family not in families:
-            near = difflib.get_close_matches(self.family, families, 3)
             raise ModelError(
                 f"the model_type {data.get('model_type')!r} is not a causal language model of transformers",
                 where=where,
-                fix=f"did you mean {' or '.join(near)}?" if near else _HOW,
+                fix=f"{meant(self.family, families)}{_HOW}; docs/families.md lists the families",
             )
         self.table: dict[str, Any] = families[self.family]
 

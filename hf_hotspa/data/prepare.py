@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hotspa.errors import DataError, UnsupportedError
+from hf_hotspa.nearest import meant
 from hf_hotspa.rows.chat_text import ChatTemplate, Tokens
 from hf_hotspa.rows.formats import Chat, Format, Strings, format_of
 from hf_hotspa.rows.read_row import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
@@ -322,16 +323,27 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
             contents = f"files of the kinds {kinds}" if files else "no file that can be read"
             raise DataError(f"{path} holds {contents}", fix=f"give files of one kind of {', '.join(_BUILDERS)}")
         return _read_files(files, builders[0], split, path.name)
-    if path.suffix in _BUILDERS or path_or_name.startswith(("/", ".", "~")) or path_or_name.count("/") > 1:
-        raise DataError(f"there is no file or directory {path}", fix="check the path")
+    near = _near_files(path)
+    is_file = path.suffix in _BUILDERS or bool(path.suffix and near)  # names on the hub may have dots, too
+    if is_file or path_or_name.startswith(("/", ".", "~")) or path_or_name.count("/") > 1:
+        raise DataError(f"there is no file or directory {path}", fix=f"{near}check the path")
     try:
         return datasets.load_dataset(path_or_name, split=split)
     except Exception as error:  # the hub client raises many kinds
         raise DataError(
             f"{path_or_name!r} is not a local path, and the hub failed to load it: {type(error).__name__}: {error}",
-            fix="check the name, the split and the network; a local file needs one of the endings "
+            fix=f"{near}check the name, the split and the network; a local file needs one of the endings "
             + ", ".join(_BUILDERS),
         ) from error
+
+
+def _near_files(path: Path) -> str:
+    """The question whether a data file or a folder beside a missing one was meant."""
+    try:
+        beside = [each for each in path.parent.iterdir() if each.suffix in _BUILDERS or each.is_dir()]
+    except OSError:
+        return ""
+    return meant(str(path), [str(each) for each in beside])
 
 
 def _read_files(files: list[Path], kind: str, split: str, name: str) -> Any:

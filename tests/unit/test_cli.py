@@ -14,7 +14,7 @@ from hf_hotspa.checkpoint.format.folder import RunFolder
 from hf_hotspa.cli import main
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import PLANNED_SHARE
-from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model, model_from, preset_names
+from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model, model_from
 from hf_hotspa.errors import ModelError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.search.histogram import Counts
@@ -77,7 +77,6 @@ def test_a_config_gives_the_shape_of_the_model(family: str, tmp_path: Path) -> N
 
 
 def test_presets_have_the_published_sizes() -> None:
-    assert preset_names() == ("llama2-7b", "llama2-13b", "llama2-32b")
     published = {"llama2-7b": 6.74e9, "llama2-13b": 13.02e9, "llama2-32b": 32.5e9}
     for name, count in published.items():
         shape = load_model(name).shape

@@ -157,7 +157,7 @@ WRONG = {
     "a misspelt flag": (["--learning_rat_e", "1"], "there is no flag --learning_rat_e; did you mean --learning_rate?"),
     "one of ours": (["--hotspa-stategies", "a"], "no flag --hotspa-stategies; did you mean --hotspa_strategies?"),
     "with its value": (["--hotspa_overlnog=split"], "no flag --hotspa_overlnog; did you mean --hotspa_overlong?"),
-    "like nothing": (["--qqqq"], "there is no flag --qqqq\n"),
+    "like nothing": (["--qqqq"], "there is no flag --qqqq (hf"),
     "no flag at all": (["my.jsonl"], "'my.jsonl' belongs to no flag"),
     "no number": (["--max_steps", "many"], "argument --max_steps"),
 }
