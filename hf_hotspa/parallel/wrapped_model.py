@@ -4,14 +4,11 @@ trained copies in the place of one. Also names of parameters with a parametrizat
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
-from transformers.modeling_outputs import BaseModelOutput
+from torch import nn
+
+from hf_hotspa.seam import hooks
 
 BASE = "base_layer"  # the name of the layer inside a wrapper
 _REPLACED = "original_module"  # the name of a layer whose trained copy is used instead
@@ -31,10 +28,18 @@ def is_wrapped(model: nn.Module) -> bool:
 
 def bare_model(model: nn.Module) -> tuple[Any, str]:
     """The model inside PEFT's wrapper, or a chain of modules, and its name prefix there; any other model unchanged, and ``""``."""
+    if isinstance(model, nn.Sequential):
+        models = (own for hook in hooks("describe") if (own := hook(model, None).in_chain()) is not None)
+        return next(models, (model, ""))
     if not is_wrapped(model):
-        return _in_chain(model) if isinstance(model, nn.Sequential) else (model, "")
+        return model, ""
     bare: nn.Module = model.base_model.model if hasattr(model.base_model, "peft_config") else model.base_model
     return bare, next((f"{name}." for name, module in model.named_modules() if module is bare), "")
+
+
+def called_model(bare: nn.Module) -> Any:
+    """The module that a chain calls, if a model stands for it alone; any other model unchanged."""
+    return bare.get_submodule(vars(bare).get("called", ""))
 
 
 def place_inside(module: nn.Module) -> str | None:
@@ -99,64 +104,3 @@ def unwrapped_modules(model: nn.Module) -> dict[str, nn.Module]:
                 inside = (*inside, f"{name}.")
                 modules |= {f"{name}.{inner}": child for inner, child in base.named_modules() if inner}
     return modules
-
-
-# -- a model in a chain of modules ------------------------------------------------------------------------------------
-
-
-class _BaseAlone:
-    """Mixin: a base of transformers without a head as a model, which returns its hidden states."""
-
-    base_model_prefix = "model"
-    _kind: type[PreTrainedModel]
-
-    def __init__(self, config: PreTrainedConfig, base: PreTrainedModel | None = None) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        self.called = "model"  # what a chain calls
-        if base is None:
-            self.model = self._kind(config)
-            self.post_init()  # type: ignore[attr-defined]
-        else:
-            self.model = base
-            with no_init_weights():
-                self.post_init()  # type: ignore[attr-defined]
-
-    def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **more: object
-    ) -> BaseModelOutput:
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **more).last_hidden_state
-        return BaseModelOutput(last_hidden_state=hidden)
-
-
-@cache
-def _alone(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    family = next(c for c in kind.__mro__[1:] if issubclass(c, PreTrainedModel))
-    return type(kind.__name__, (_BaseAlone, family), {"__module__": __name__, "_kind": kind})
-
-
-def called_model(bare: nn.Module) -> Any:
-    """The module that a chain calls, if a model stands for a base alone; any other model unchanged."""
-    return bare.get_submodule(vars(bare).get("called", ""))
-
-
-_IN_CHAINS = WeakKeyDictionary[nn.Sequential, Any]()  # not in the chain, which users copy and pickle
-
-
-def _in_chain(chain: nn.Sequential) -> tuple[Any, str]:
-    """The only module with parameters of a chain, such as an embedder's (a base, pooling, a norm) or a ranker's; a base
-    is given as a model. The chain unchanged if it has others, or runs a vocabulary's head."""
-    inner = next(((name, m) for name, m in chain.named_modules() if isinstance(m, PreTrainedModel)), None)
-    if inner is None or hasattr(inner[1], "lm_head"):
-        return chain, ""
-    (name, model), of_chain = inner, dict(chain.named_parameters(remove_duplicate=False))
-    if not all(own.startswith(f"{name}.") for own in of_chain):
-        return chain, ""
-    if model.base_model is not model:
-        return model, f"{name}."
-    above, _, last = name.rpartition(".")
-    if last != "model":
-        return chain, ""
-    made = _IN_CHAINS.get(chain)
-    if made is None or made.model is not model:
-        made = _IN_CHAINS[chain] = _alone(type(model))(model.config, model)  # type: ignore[arg-type]
-    return made, f"{above}." if above else ""

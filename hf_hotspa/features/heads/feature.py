@@ -3,7 +3,7 @@
 Its hooks; see `hf_hotspa.seam`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_hotspa.seam import Described
 
@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 
 
 def describe(model: "nn.Module", compute_dtype: "torch.dtype | None") -> Described:
-    """Which modules make numbers of the hidden states of tokens."""
+    """Which modules make numbers of the hidden states of tokens, and which model is in a chain of modules."""
 
     def readout() -> "TokenHeads | None":
         from hf_hotspa.features.heads.token_heads import read_heads
 
         return read_heads(model)
 
-    return Described(readout=readout)
+    def in_chain() -> tuple[Any, str] | None:
+        from hf_hotspa.features.heads.model_in_chain import find
+
+        return find(model)
+
+    return Described(readout=readout, in_chain=in_chain)
