@@ -1,4 +1,4 @@
-"""The experiments of HotSPa (SOSP'24) priced by our models: every figure of docs/paper.md.
+"""The experiments of HotSPa (SOSP'24) priced by our models: every figure of docs/paper.md, and docs/data/paper-*.csv.
 
     python benchmarks/paper.py [table3] [fig7] [fig8] [sweeps] [order] [by-hand] [memory] [links] [traces] [predictions] [--quick] [--write]
 
@@ -13,7 +13,7 @@
 * `traces`: our pipeline schedule beside traces of real jobs (`straggler_trace.py`).
 * `predictions`: rows that the pages publish, beside the predictions of the models without them.
 
-Prints Markdown tables. `--quick` computes a few of their lines, which tests compare with the page; `--write` writes the tables of the page.
+Prints Markdown tables. `--quick` computes a few of their lines, which tests compare with the files; `--write` writes the files and the page.
 No GPU, no network, no clock: seconds are from the time model for A800 (80 GB), eight per node, from data sheets or, where noted,
 from published coefficients. The sides:
 
@@ -24,7 +24,9 @@ from published coefficients. The sides:
 """
 
 import argparse
+import csv
 import heapq
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,7 +66,9 @@ from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, DATA = ROOT / "docs" / "paper.md", ROOT / "tests" / "data"
+PAGE, FILES, DATA = ROOT / "docs" / "paper.md", ROOT / "docs" / "data", ROOT / "tests" / "data"
+ON_PAGE = ("table3", "fig7")
+"""Commands whose first table, or its summary, is on the page."""
 HARDWARE = "a800-80g"
 CORPORA = {"commoncrawl": "CommonCrawl", "github": "GitHub"}
 STATIC = Strategy(1, 16, 2)
@@ -618,12 +622,62 @@ COMMANDS: dict[str, Callable[[bool], Lines]] = {
 
 
 def section(page: str, name: str) -> tuple[str, str, str]:
-    """The text before the tables of a command in a page, the tables, and the text after them."""
+    """The text before the table of a command in a page, the table, and the text after it."""
     before, begin, rest = page.partition(f"<!-- begin: python benchmarks/paper.py {name} -->\n")
     inside, end, after = rest.partition("<!-- end -->\n")
     if not end:
-        raise ValueError(f"the page has no tables of {name}")
+        raise ValueError(f"the page has no table of {name}")
     return before + begin, inside, end + after
+
+
+Rows = list[list[str]]
+
+
+def files_of(name: str, lines: Lines) -> dict[str, Rows]:
+    """The tables of a command by file of docs/data, each with its head. Titled tables of one head share a file."""
+    found, title, head = dict[str, Rows](), "", list[str]()
+    for line in lines:
+        if not line.startswith("|"):
+            title, head = line.strip("*") or title, []
+            continue
+        cells = [cell.strip().replace("`", "") for cell in line.strip("|").split(" | ")]
+        titled = ([title] if title else []) + cells
+        if not head:
+            head = cells
+            start = ["form", *cells] if title else cells
+            if start not in [rows[0] for rows in found.values()]:
+                found[f"paper-{name}{f'-{len(found) + 1}' if found else ''}.csv"] = [start]
+        elif set("".join(cells)) != {"-"}:
+            list(found.values())[-1].append(titled)
+    return found
+
+
+def csv_text(rows: Rows) -> str:
+    """A file's text."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def read_rows(file: str) -> Rows:
+    """The rows of a file of docs/data."""
+    return list(csv.reader((FILES / file).read_text().splitlines()))
+
+
+def fig7_summary() -> Lines:
+    """The mean ratios of the file of Fig. 7, and the smallest and largest, over models and GPUs."""
+    head, *rows = read_rows("paper-fig7.csv")
+    kinds: dict[tuple[str, str], Rows] = {}
+    for row in rows:
+        if "-" not in row:  # a side that does not fit
+            kinds.setdefault((row[3], row[2]), []).append(row)
+    lines = []
+    for (corpus, longest), of in sorted(kinds.items(), key=lambda item: (item[0][0], int(item[0][1][:-1]))):
+        ratios = [[float(row[at].rstrip("x")) for row in of] for at in (-3, -2, -1)]
+        lines.append(
+            [corpus, longest, *(f"{fmean(each):.2f}x ({min(each):.2f} to {max(each):.2f})" for each in ratios)]
+        )
+    return table(["corpus", "longest", *head[-3:]], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -631,15 +685,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", choices=[*COMMANDS, []], help="which; all of them by default")
     parser.add_argument("--quick", action="store_true", help="a few lines of each")
-    parser.add_argument("--write", action="store_true", help="write them into docs/paper.md")
+    parser.add_argument("--write", action="store_true", help="write them into docs/data/paper-*.csv and docs/paper.md")
     options = parser.parse_args(arguments)
     for name in options.tables or COMMANDS:
-        text = "\n".join(COMMANDS[name](options.quick)) + "\n"
-        if options.write and not options.quick:
+        lines = COMMANDS[name](options.quick)
+        if options.quick or not options.write:
+            print("\n".join(lines) + "\n")
+            continue
+        for file, rows in files_of(name, lines).items():
+            (FILES / file).write_text(csv_text(rows))
+        if name in ON_PAGE:
             before, _, after = section(PAGE.read_text(), name)
-            PAGE.write_text(before + text + after)
-        else:
-            print(text)
+            shown = fig7_summary() if name == "fig7" else lines[: lines.index("")]
+            PAGE.write_text(before + "\n".join(shown) + "\n" + after)
     return 0
 
 

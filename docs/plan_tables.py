@@ -1,15 +1,19 @@
 """Writes the tables of docs/predicted.md: `python docs/plan_tables.py`. Each line is one answer of `hf-hotspa plan`.
 
 `python docs/plan_tables.py gains [MINUTES]` plans the cells of the table of gains that docs/gains.json lacks, for at most MINUTES, and
-writes that table. It takes some minutes per cluster size, so no test recomputes it.
+writes the summary and docs/data/gains.csv. It takes some minutes per cluster size, so no test recomputes it.
 """
 
+import csv
+import io
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
 
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.search.baselines import DYNAMIC, MEGATRON
@@ -97,10 +101,8 @@ ROWS = [
 
 
 GAINS_BEGIN, GAINS = "<!-- begin: python docs/plan_tables.py gains -->\n", PAGE.parent / "gains.json"
-GAINS_HEADER = (
-    "| model | cluster | lengths | plan | over FSDP | over Megatron-like static | over dynamic cp | over the best single strategy |\n"
-    "|---|---|---|---|---|---|---|---|\n"
-)
+GAINS_TABLE = PAGE.parent / "data" / "gains.csv"
+RIVALS = ("FSDP", "Megatron-like static", "dynamic cp", "the best single strategy")
 _LLAMA_70B = {
     "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
@@ -139,35 +141,52 @@ def gain_cell(model: str, cluster: str, lora: str | None, lengths: str) -> dict[
     return {"fits": True, "plan": str(plan.choice), "ratios": ratios}
 
 
-def gains_table(known: dict[str, dict[str, object]]) -> str:
-    """The table of the known cells."""
-    lines = [GAINS_HEADER]
-    for cell in GAIN_CELLS:
-        model, cluster, lora, lengths = cell
-        gain = known.get(" ".join(map(str, cell)))
-        if gain is None:
-            continue
-        head = f"| {model}{f', LoRA r={lora}' if lora else ''} | {cluster} | {lengths} |"
-        if not gain["fits"]:
-            lines.append(f"{head} does not fit |" + " |" * 4 + "\n")
-            continue
-        ratios = [f"{ratio:.2f}x" if ratio is not None else "does not fit" for ratio in gain["ratios"]]  # type: ignore[attr-defined]
-        if cluster.startswith("1x"):  # a layout of clusters
-            ratios[1] = "-"
-        buckets = "<br>".join(f"`{bucket}`" for bucket in str(gain["plan"]).split(","))
-        lines.append(f"{head} {buckets} | {' | '.join(ratios)} |\n")
+Gains = dict[str, dict[str, Any]]
+
+
+def gains_summary(known: Gains) -> str:
+    """The table of the page: how many times as fast as each rival, over the models and lengths of a cluster."""
+    lines = [f"| | cluster | fits | {' | '.join(f'over {rival}' for rival in RIVALS)} |\n", "|---" * 7 + "|\n"]
+    for kind, lora in (("full training", None), ("LoRA r=16", "16")):
+        for cluster in dict.fromkeys(cell[1] for cell in GAIN_CELLS):
+            found = [known[" ".join(map(str, cell))] for cell in GAIN_CELLS if cell[1:3] == (cluster, lora)]
+            ratios = [gain["ratios"] for gain in found if gain["fits"]]
+            cells = []
+            for at in range(len(RIVALS)):
+                fit = [each[at] for each in ratios if each[at] is not None]
+                if at == 1 and cluster.startswith("1x"):  # a layout of clusters
+                    cells.append("-")
+                    continue
+                without = f"; {len(ratios) - len(fit)} do not fit" if len(fit) < len(ratios) else ""
+                cells.append(f"{geometric_mean(fit):.2f} ({min(fit):.2f} to {max(fit):.2f}){without}")
+            lines.append(f"| {kind} | {cluster} | {len(ratios)} of {len(found)} | {' | '.join(cells)} |\n")
     return "".join(lines)
 
 
+def gains_csv(known: Gains) -> str:
+    """All cells, the text of the file beside the page."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["model", "lora_rank", "cluster", "lengths", "plan", *(f"over {rival}" for rival in RIVALS)])
+    for cell in GAIN_CELLS:
+        model, cluster, lora, lengths = cell
+        gain = known[" ".join(map(str, cell))]
+        ratios = ["" if ratio is None else f"{ratio:.2f}" for ratio in gain.get("ratios", [])]
+        writer.writerow([model, lora or "", cluster, lengths, gain.get("plan", "does not fit"), *ratios])
+    return text.getvalue()
+
+
 def write_gains(minutes: float) -> None:
-    """Plans the missing cells, for at most `minutes`, and writes the table."""
-    known, end = json.loads(GAINS.read_text()) if GAINS.exists() else {}, time.monotonic() + 60 * minutes
+    """Plans the missing cells, for at most `minutes`, and writes the tables if none is missing."""
+    known, end = json.loads(GAINS.read_text()), time.monotonic() + 60 * minutes
     for cell in GAIN_CELLS:
         key = " ".join(map(str, cell))
         if key not in known and time.monotonic() < end:
             known[key] = gain_cell(*cell)
             GAINS.write_text(json.dumps(known, indent=1) + "\n")
-    PAGE.write_text(_rewritten(PAGE.read_text(), GAINS_BEGIN, gains_table(known)))
+    if len(known) == len(GAIN_CELLS):
+        GAINS_TABLE.write_text(gains_csv(known))
+        PAGE.write_text(_rewritten(PAGE.read_text(), GAINS_BEGIN, gains_summary(known)))
 
 
 def rewritten_tables(lines: Sequence[str]) -> str:

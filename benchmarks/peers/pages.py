@@ -47,9 +47,8 @@ CLOSE = 1.02
 
 _LEGEND = (
     "Time of the fastest side of a family, relative to `auto`, for the same mini-batches: the geometric mean over "
-    "the length files, and the minimum and maximum. The memory limit is what the longest sequence needs under model "
-    "parallelism, and a tenth more; the same rule for all. All sides in seconds, and where their time goes: "
-    "[side by side](side-by-side.md)."
+    "the length files, and the minimum and maximum. All sides in seconds, where their time goes, and why some cannot "
+    "run: [side by side](side-by-side.md)."
 )
 _FAMILY_LEGEND = (
     "A number of tokens: the longest sequence that a side can hold under the limit. Bold: the fastest, and all within "
@@ -73,19 +72,12 @@ def families_block(data: dict[str, Any], names: Sequence[str]) -> str:
     text = [f"Measured on {_facts([cell for kind in kinds.values() for cell in kind.values()])}:", ""]
     text += _relative_table(kinds)
     notes: list[str] = [_LEGEND]
-    reasons: dict[tuple[str, str], list[str]] = {}  # values: the kinds to which the reason applies
     for name, kind in kinds.items():
         lines = {lengths: lines_of(cell) for lengths, cell in kind.items()}
         spread = max(loss_spread(of_cell)[0] for of_cell in lines.values())
         noises = [noise for cell in kind.values() for noise in [noise_of(cell)] if noise is not None]
         noise = f"; rounds of one side differ by {statistics.median(noises):.0%}" if noises else ""
         notes += [*_where_we_lose(name, lines), f"{name}: the losses of all exact sides agree to {spread:.0e}{noise}."]
-        for side, reason in _cannot_run(lines).items():
-            reasons.setdefault((side, _short(reason)), []).append(name)
-    together: dict[tuple[str, str], list[str]] = {}  # sides with one reason share a line
-    for (side, reason), where in reasons.items():
-        together.setdefault((reason, "" if len(where) == len(kinds) else " in " + " and ".join(where)), []).append(side)
-    notes += [f"{'; '.join(sides)} cannot run here{where}: {reason}." for (reason, where), sides in together.items()]
     return "\n".join([*text, "", *(f"* {note}" for note in notes)])
 
 
@@ -240,20 +232,3 @@ def _where_we_lose(kind: str, lines: dict[str, dict[str, Line]]) -> list[str]:
     above = [lengths for lengths, line in of_limit.items() if line and line.seconds and fits(line) is False]
     found = [f"{kind}: `auto` is not the fastest of {'; '.join(lost)}."] if lost else []
     return found + ([f"{kind}: `auto` takes more than the limit of {', '.join(above)}."] if above else [])
-
-
-def _cannot_run(lines: dict[str, dict[str, Line]]) -> dict[str, str]:
-    """Sides that have a reason instead of a number, and the reason is not memory."""
-    return {
-        line.name: line.reason
-        for of_cell in lines.values()
-        for line in of_cell.values()
-        if line.seconds is None and "longest_held" not in line.found and not line.name.endswith(LIMITED)
-    }
-
-
-def _short(reason: str, most: int = 150) -> str:
-    """The start of the reason, without its exception's name; the JSON has the full text."""
-    kind, _, rest = reason.partition(": ")
-    text = (rest if rest and kind.replace(".", "").isalnum() else reason).rstrip(".")
-    return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,5 +1,6 @@
 """What the pages show as output of `hf-hotspa` is what the command above it prints."""
 
+import json
 import re
 import runpy
 from collections import Counter
@@ -38,6 +39,13 @@ def test_a_line_of_the_tables_of_plans_is_current(index: int) -> None:
 def test_the_tables_of_plans_have_these_lines_and_no_others() -> None:
     assert len(LINES) == len(TABLES["ROWS"]) == 17
     assert TABLES["rewritten_tables"](LINES) == TABLES["PAGE"].read_text(), "run: python docs/plan_tables.py"
+
+
+def test_the_table_of_gains_is_of_its_file() -> None:
+    known = json.loads(TABLES["GAINS"].read_text())
+    assert len(known) == len(TABLES["GAIN_CELLS"])
+    assert f"{TABLES['GAINS_BEGIN']}{TABLES['gains_summary'](known)}" in TABLES["PAGE"].read_text()
+    assert TABLES["GAINS_TABLE"].read_text() == TABLES["gains_csv"](known), "run: python docs/plan_tables.py gains"
 
 
 QLORA = runpy.run_path(str(ROOT / "docs" / "qlora_table.py"))

@@ -14,7 +14,7 @@ import pytest
 from tests import trainer_fuzz
 from tests.harness import run_ranks
 from tests.moves import GROUPS, Drawn, Kit, Move, all_moves, differences
-from tests.moves.__main__ import PAGE, page
+from tests.moves.__main__ import PAGE, TABLE, page, table
 
 pytestmark = pytest.mark.gloo
 
@@ -101,3 +101,4 @@ def test_names_are_unique_and_the_page_is_current():
     names = [move.name for moves in all_moves().values() for move in moves]
     assert len(set(names)) == len(names)
     assert PAGE.read_text() == page(), "run: python -m tests.moves"
+    assert TABLE.read_text() == table()

@@ -2,8 +2,8 @@
 before the first step. There is no third outcome.
 
 A `Move` builds a trainer from a `Kit`, which holds either the stock classes or ours, and returns the observable results
-of its run. `tests/gloo/test_moves.py` runs every move with both and compares, but for those that fuzzers draw; `python -m tests.moves` writes the table of
-docs/moves.md. Add a move to the file of its group for each new feature, argument or hook.
+of its run. `tests/gloo/test_moves.py` runs every move with both and compares, but for those that fuzzers draw; `python -m tests.moves` writes
+docs/moves.md and its table. Add a move to the file of its group for each new feature, argument or hook.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,11 +1,14 @@
-"""Writes docs/moves.md: the result of every user action on a Trainer. `python -m tests.moves`."""
+"""Writes docs/moves.md and docs/data/moves.csv: the result of every user action on a Trainer. `python -m tests.moves`."""
 
+import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.moves import GROUPS, Move, all_moves
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "moves.md"
+TABLE = PAGE.parent / "data" / "moves.csv"
 _TITLES = {
     "arguments": (
         "Arguments",
@@ -44,7 +47,7 @@ _TITLES = {
 
 
 def here(move: Move) -> str:
-    """The second column."""
+    """What becomes of it."""
     if move.left:
         return f"the same, left to `Trainer`; to switch: {move.instead}"
     return f"not supported: {move.instead}" if move.error else f"the same{'; ' + move.ours if move.ours else ''}"
@@ -58,7 +61,7 @@ def _counts(moves: Sequence[Move]) -> str:
 
 
 def page() -> str:
-    """The text of the page: a line for each group, then the tables, folded."""
+    """The text of the page: a line for each group."""
     moves = all_moves()
     every = [move for group in GROUPS for move in moves[group]]
     unsupported = sum(bool(move.error) and not move.left for move in every)
@@ -75,17 +78,19 @@ def page() -> str:
         "processes: `DistributedDataParallel`). If you set a `hotspa_*` flag, these are not supported, either. *Not supported*",
         "means: an error before the first step, which names the cause and the alternative.",
         "",
-        "## Every one of them",
-        "",
-        "Open a group to see its table. `python -m tests.moves` writes this page, `tests/gloo/test_moves.py` runs it.",
+        "[Every one of them](data/moves.csv), with its remark or alternative. `python -m tests.moves` writes both, `tests/gloo/test_moves.py` runs it.",
     ]
-    for group in GROUPS:
-        rows = [f"| {move.name} | {here(move)} |" for move in moves[group]]
-        heading = f"{_TITLES[group][0]}: {_counts(moves[group])}"
-        lines += ["", '<details markdown="1">', f"<summary>{heading}</summary>", ""]
-        lines += ["| what you do | here |", "|---|---|", *rows, "", "</details>"]
     return "\n".join(lines) + "\n"
+
+
+def table() -> str:
+    """The text of the file beside the page: a line for each action."""
+    text = io.StringIO()
+    rows = [(_TITLES[group][0], move.name, here(move)) for group, moves in all_moves().items() for move in moves]
+    csv.writer(text, lineterminator="\n").writerows([("group", "what you do", "here"), *rows])
+    return text.getvalue()
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    TABLE.write_text(table())

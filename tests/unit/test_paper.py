@@ -15,24 +15,26 @@ LONG = ("fig7", "memory", "sweeps")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in sorted(paper.COMMANDS)]
 )
-def test_the_quick_form_of_a_command_prints_lines_of_the_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, shown, _ = paper.section(paper.PAGE.read_text(), name)
-    assert paper.main([name, "--quick"]) == 0
-    printed = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert len(printed) > 3
-    # in their order: what is left out is left out
-    rest = iter(shown.splitlines())
-    for line in printed:
-        assert line in rest, f"{line}\nrun: python benchmarks/paper.py {name} --write"
+def test_the_quick_form_of_a_command_prints_lines_of_the_files(name: str) -> None:
+    printed = paper.files_of(name, paper.COMMANDS[name](True))
+    assert sum(map(len, printed.values())) > 2
+    for file, rows in printed.items():
+        # in their order: what is left out is left out
+        rest = iter(paper.read_rows(file))
+        for row in rows:
+            assert row in rest, f"{file}: {row}\nrun: python benchmarks/paper.py {name} --write"
 
 
-def test_every_table_of_the_page_is_of_a_command() -> None:
+def test_the_tables_of_the_page_are_of_the_files() -> None:
     page = paper.PAGE.read_text()
+    _, shown, _ = paper.section(page, "table3")
+    assert paper.files_of("table3", shown.splitlines()) == {"paper-table3.csv": paper.read_rows("paper-table3.csv")}
+    _, shown, _ = paper.section(page, "fig7")
+    assert shown.splitlines() == paper.fig7_summary()
     for name in paper.COMMANDS:
-        before, _, after = paper.section(page, name)
-        page = before + after
-        assert f"    python benchmarks/paper.py {name}\n" in page
-    assert "\n| --- |" not in page
+        assert f"paper.py {name}`" in page
+    for file in paper.FILES.glob("paper-*.csv"):
+        assert f"](data/{file.name})" in page
 
 
 def test_the_gain_of_table_3_is_in_the_published_order_and_packing_takes_a_third_of_it() -> None:
