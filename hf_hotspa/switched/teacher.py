@@ -30,7 +30,7 @@ from hf_hotspa.parallel.loss import IGNORE
 from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.switched.model_object import as_built
-from hf_hotspa.switched.passes import pieces
+from hf_hotspa.switched.tape import pieces
 
 SLICE_BYTES = 16 << 20  # of a chunk's logits whose probabilities exist at a time
 
