@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.moves import Kit, Move, differences
-from tests.public_reports import PAGE, QUICK, REPORTS, page
+from tests.public_reports import PAGE, QUICK, REPORTS, TABLE, page, table
 
 pytestmark = pytest.mark.gloo
 
@@ -72,3 +72,4 @@ def test_a_report_is_equal_or_refused(world_size, quick, tmp_path):
 
 def test_the_page_lists_the_reports():
     assert PAGE.read_text() == page(), "run: python -m tests.public_reports"
+    assert TABLE.read_text() == table()
