@@ -14,7 +14,7 @@ from tests.gpu_machine import CPU, HOST, OWN, SHARED, TITLES
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG, LIMITS, README = ROOT / "docs" / "gpu-tests.json", ROOT / "docs" / "limits.md", ROOT / "README.md"
-PROOFS, MEASURED = ROOT / "docs" / "wire.md", ROOT / "docs" / "measured.md"
+PROOFS, MEASURED = ROOT / "docs" / "data" / "wire-proofs.csv", ROOT / "docs" / "measured.md"
 EARLIER = {HOST: ("exact", "checkpoints", "auto", "curve")}
 """What passed on one H100 that four ranks shared, before there was a log; a run of the kind takes its place."""
 BEGIN, END = "<!-- begin: python -m tests.gpu_page -->", "<!-- end: python -m tests.gpu_page -->"
@@ -75,7 +75,7 @@ def block(runs: Runs) -> str:
     lines = [f"| | {' | '.join(TITLES[kind] for kind in kinds)} |", "|---|" + "---|" * len(kinds)]
     for part in PARTS.values():
         lines.append(f"| {part.title} | {' | '.join(_cell(runs, kind, part.name) for kind in kinds)} |")
-    proofs = sum(line.startswith("| ") for line in PROOFS.read_text().split("\n")) - 1
+    proofs = len(PROOFS.read_text().splitlines()) - 1
     cells = [f"{proofs} runs" if kind == CPU else "not run" for kind in kinds]
     lines.append(f"| [NCCL's rules](wire.md): order, sizes, waiting | {' | '.join(cells)} |")
     [speed] = re.findall(r"^\| the best stock `Trainer`, .*\| (.*) \|$", MEASURED.read_text(), re.MULTILINE)

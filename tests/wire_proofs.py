@@ -1,10 +1,12 @@
 """`make check-wire`: records what the package says on a wire, and proves for each strategy that NCCL would get through it.
 
 `python -m tests.wire_proofs --ranks 4 --only ring` runs a part. Prints a table of proofs, or the shortest counter-example;
-`--write` puts the table of everything into docs/wire.md.
+`--write` puts the table of everything into docs/data/wire-proofs.csv.
 """
 
 import argparse
+import csv
+import io
 import time
 from collections.abc import Sequence
 
@@ -12,23 +14,23 @@ from tests.wire_recorder import ROOT
 from tests.wire_rules import Fault, Proof, check
 from tests.wire_runs import CASES, Case, traces_of
 
-PAGE = ROOT / "docs" / "wire.md"
-BEGIN, END = "<!-- proofs: written by python -m tests.wire_proofs --write -->\n", "<!-- end of proofs -->"
-HEADER = "| what | strategies | ranks | messages | collectives | communicators | longest queue | beside |\n|---|---|---|---|---|---|---|---|"
+PAGE = ROOT / "docs" / "data" / "wire-proofs.csv"
+HEADER = ("what", "strategies", "ranks", "messages", "collectives", "communicators", "longest queue", "beside")
 
 
-def line(case: Case, proof: Proof) -> str:
+def line(case: Case, proof: Proof) -> tuple[str, ...]:
     """A row of the table of proofs."""
     messages = proof.operations["send"]
     others = sum(n for kind, n in proof.operations.items() if kind not in ("send", "recv"))
-    strategies = ", ".join(f"`{bucket.partition(':')[0]}`" for bucket in case.buckets.split(","))
+    strategies = ", ".join(bucket.partition(":")[0] for bucket in case.buckets.split(","))
     made = f"{proof.communicators}, {proof.most_communicators}" + (f", and {proof.pairs} pairs" if proof.pairs else "")
-    return f"| {case.name} | {strategies} | {case.world_size} | {messages:,} | {others:,} | {made} | {proof.depth} | {proof.beside} |"
+    numbers = (case.world_size, messages, others, made, proof.depth, proof.beside)
+    return (case.name, strategies, *map(str, numbers))
 
 
-def prove(cases: Sequence[Case], timeout: float) -> tuple[list[str], bool]:
+def prove(cases: Sequence[Case], timeout: float) -> tuple[list[tuple[str, ...]], bool]:
     """Prints a line for each case; the lines, and whether all are proven."""
-    lines, proven = list[str](), True
+    lines, proven = list[tuple[str, ...]](), True
     for case, traces, _ in traces_of(cases, timeout):
         found = check(traces)
         if isinstance(found, Fault):
@@ -36,7 +38,7 @@ def prove(cases: Sequence[Case], timeout: float) -> tuple[list[str], bool]:
             print(f"NOT PROVEN: {case}: {found}", flush=True)
         else:
             lines.append(line(case, found))
-            print(lines[-1], flush=True)
+            print(" | ".join(lines[-1]), flush=True)
     return lines, proven
 
 
@@ -45,17 +47,18 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--only", default="", help="a part of the names of cases")
     parser.add_argument("--quick", action="store_true", help="what the fast tests run")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/wire.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/data/wire-proofs.csv")
     given = parser.parse_args()
     cases = [
         c for c in CASES if c.world_size in given.ranks and given.only in c.name and (c.is_quick or not given.quick)
     ]
     begin = time.perf_counter()
-    print(HEADER)
+    print(" | ".join(HEADER))
     lines, proven = prove(cases, timeout=1500.0)
     if given.write and proven and len(lines) == len(CASES):
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{HEADER}\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([HEADER, *lines])
+        PAGE.write_text(text.getvalue())
     print(f"\n{len(cases)} runs, {time.perf_counter() - begin:.0f} s: {'all proven' if proven else 'NOT all proven'}")
     return 0 if proven else 1
 
