@@ -151,9 +151,10 @@ _CLASS = "class"
 _OTHER = object()
 _OF_NO_FORWARD = (
     "training", "gradient_checkpointing", "max_seq_len_cached", "output_router_logits", "merged_adapters", "name_or_path",
-    "vocab_size", "num_embeddings", "loss_type", "config", "extra_repr",
+    "vocab_size", "num_embeddings", "loss_type", "config", "extra_repr", "rope_deltas",
 )  # fmt: skip
-"""Attributes that change in use, that a call may override, or that follow from the weights."""
+"""Attributes that change in use, that a call may override, or that follow from the weights. (`rope_deltas`: where the tokens
+that follow a prompt with images stand, kept by every forward of the object for generation.)"""
 _MOST_NUMBERS = 4096
 _SIMPLE = frozenset((bool, int, str, type(None)))
 

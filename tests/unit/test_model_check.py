@@ -12,6 +12,8 @@ from hf_hotspa.model.model_check import changed_facts, check_model, module_facts
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import describe_model
 from tests.families import tiny_model
+from tests.multimodal import multimodal_model
+from tests.switched import batch_of, rows_of, switched
 from tests.tiny_families import tiny_model_of
 
 LAYER = "model.layers.1."
@@ -93,6 +95,29 @@ def test_what_no_forward_reads_is_accepted(change):
     model = tiny_model_of("llama")
     made = ACCEPTED[change](model)
     checked(made if isinstance(made, nn.Module) else model)
+
+
+def test_what_generation_keeps_on_a_model_that_reads_images_is_no_change():
+    """Neither before a run, nor between its steps, which train as they would without."""
+    losses = []
+    for generates in (False, True):
+        model = multimodal_model("qwen3_vl", torch.float32)
+        if generates:
+            model.generate(torch.tensor([[8, 9]]), max_new_tokens=2, do_sample=False)
+        run = switched(model, "dp1:64@96")
+        optimizer = torch.optim.AdamW(run.parameters(), lr=1e-2)
+        for _ in range(3):
+            if generates:
+                model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+                assert model.model.rope_deltas is not None
+            loss = run(**batch_of(rows_of(0, model))).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        run.close()
+    assert losses[:3] == losses[3:]
+    assert losses[2] < losses[0]
 
 
 def test_attention_dropout_that_is_off_for_a_run_is_no_change():
