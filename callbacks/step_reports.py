@@ -348,6 +348,8 @@ def _table(title: str, by_strategy: dict[str, _Sums], seconds: float) -> str:
 
 
 TRACE_NAME = "perfetto_trace.json"
+# beginnings of logged names that are in a step's report, in an evaluation, or known before
+_WRITTEN_ELSEWHERE = ("hotspa/", "eval_", "train_", "loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos")
 
 
 class TraceCallback(TrainerCallback):
@@ -456,9 +458,16 @@ class TraceCallback(TrainerCallback):
         self, args: object, state: TrainerState, control: object, metrics: object = None, **kwargs: object
     ) -> None:
         """Writes an evaluation."""
-        writer = self._writer
-        if writer is not None and metrics:
-            self._try(writer.evaluation, state.global_step, metrics)
+        self._write_metrics("eval", state.global_step, metrics)
+
+    def on_log(self, args: object, state: TrainerState, control: object, logs: object = None, **kwargs: object) -> None:
+        """Writes what only this trainer logs, such as TRL's rewards; steps and evaluations have their own lines."""
+        own = {name: each for name, each in dict(logs or {}).items() if not name.startswith(_WRITTEN_ELSEWHERE)}
+        self._write_metrics("log", state.global_step, own)
+
+    def _write_metrics(self, kind: str, step: int, metrics: object) -> None:
+        if self._writer is not None and metrics:
+            self._try(self._writer.metrics, kind, step, metrics)
 
     def on_save(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Writes that a checkpoint was saved."""
@@ -576,11 +585,12 @@ class RunLogWriter:
     def header(self, facts: RunFacts) -> None:
         self.write("header", format=FORMAT, **facts.to_dict())
 
-    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        """Writes an evaluation; metrics that are not numbers are left out."""
+    def metrics(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
+        """Writes metrics; those that are not numbers are left out."""
         numbers = {key: plain(value) for key, value in metrics.items()}
         numbers = {key: value for key, value in numbers.items() if value is None or isinstance(value, int | float)}
-        self.write("eval", step=step, metrics=numbers)
+        if numbers:
+            self.write(kind, step=step, metrics=numbers)
 
     def close(self) -> None:
         """Closes the file; nothing may follow."""

@@ -10,7 +10,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def install() -> None:
-    """Makes the records of our loggers printable; others stay as they are."""
+    """Makes the records of our loggers printable; of others, drops one of bitsandbytes, which every start would show."""
     before = logging.getLogRecordFactory()
 
     def record_of(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -21,6 +21,9 @@ def install() -> None:
         return record
 
     logging.setLogRecordFactory(record_of)
+    # about a kernel for CPUs that another package would bring; nothing here needs it
+    kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    kernels.addFilter(lambda record: not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward"))
 
 
 def _clean(record: logging.LogRecord) -> None:

@@ -311,7 +311,7 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     report = commands.add_parser("report", help="rebuild the page of a run from its record")
     report.set_defaults(answer=_report)
     page = f"the page (default: {PAGE_NAME} beside the record)"
-    pictures = "also write the main charts as SVG files"
+    pictures = "also write the main charts as SVG files, and as PNG with hf_hotspa[pictures]"
     add_flags(report, {"run RUN_DIR": _RUN, "-o --output FILE": page, "--pictures FOLDER": pictures})
     both = commands.add_parser("compare", help="two runs side by side: losses and speed")
     both.set_defaults(answer=_compare)

@@ -102,7 +102,7 @@ def write_run(
             report = replace(report, num_truncated=2, num_dropped=1)
         writer.write("step", report, step=step, wall_s=report.total_s + 0.05, lr=1e-3 / step)
         if step % 2 == 0:
-            writer.evaluation(step, {"eval_loss": 3.1 - 0.1 * step, "eval_runtime": 0.5, "eval_note": "text"})
+            writer.metrics("eval", step, {"eval_loss": 3.1 - 0.1 * step, "eval_runtime": 0.5, "eval_note": "text"})
     writer.write("save", step=begin + steps - 1)
     if end:
         writer.write("end", step=begin + steps - 1, callback_s={"ReportCallback": 0.002, "ProgressCallback": 0.001})

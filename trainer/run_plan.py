@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.calibrate.model_calibration import Procedure, cached_calibration, calibrate, calibration_key
+from hf_hotspa.calibrate.model_calibration import MEASURING, Procedure, cached_calibration, calibrate, calibration_key
 from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Device, Hardware
@@ -414,13 +414,22 @@ class AutoStrategies(RunPlan):
             logger.warning("the time model differs from the one before: its corrections are reset")
 
 
-def choice_text(plan: Plan, mini_batch_size: int, limit: str | None) -> str:
-    """What `auto` chose, for a terminal; one line without a `limit`, on one process."""
+def choice_text(plan: Plan, mini_batch_size: int, limit: str | None, everything: bool) -> str:
+    """What `auto` chose, for a terminal: a sentence, with `everything` also the tables behind it. One line without a
+    `limit`, on one process."""
     if limit is None:
         return printable(f"hotspa_strategies=auto: one process ({plan.choice}): rows are packed, nothing to switch")
     chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
     answers = "\n".join(plan.answers)
+    if not everything:
+        return printable(f"{chosen}\n{answers}")
     return printable(f"{chosen}\n{limit}\n{answers}\n\n") + str(plan)  # a table, perhaps in colours
+
+
+def says_everything(args: HotSPaTrainingArguments) -> bool:
+    """Whether the start of a run prints its calibration and the tables of its plan, and not only the answer: with
+    `log_level="info"` (`hf-hotspa train --verbose`). The report has them in any case."""
+    return bool(args.get_process_log_level() <= logging.INFO)
 
 
 def prepare_auto(
@@ -477,7 +486,8 @@ def prepare_auto(
     if args.process_index == 0:
         if calibration is not None and not (alone or sampled or args.scoring.forwards):  # a trainer that could pack
             plan = replace(plan, baselines=stock_settings(asked, plan, cost, calibration.hardware()))
-        tqdm.write(choice_text(plan, mini_batch_size, limit_text(limit, source) if calibration is not None else None))
+        text = limit_text(limit, source) if calibration is not None else None
+        tqdm.write(choice_text(plan, mini_batch_size, text, says_everything(args)))
     singles = partial(Singles.of, strategies, single, description.shape, limit)
     watched = (LengthsSeen(tables[0].sequence_lengths), renewed) if sampled and not alone else None
     return AutoStrategies(Chosen(plan, cost, singles, vector.measured, fits, calibration is not None, watched), args)
@@ -579,7 +589,7 @@ def agreed_calibration(
             trained_config(config, args), strategies=strategies, compute_dtype=description.compute_dtype,
             device=args.device, base=frozen_base(description), procedure=Procedure(
                 longest=longest, seconds=None if args.hotspa_calibration == MEASURE else START_S,
-                progress=lambda text: tqdm.write(printable(f"calibration: {text}")),
+                progress=lambda text: _say_of_calibration(text, args),
             ),
         )  # fmt: skip
 
@@ -594,6 +604,11 @@ def agreed_calibration(
         return calibration
 
     return agreement.run("hotspa_calibration", read, lambda calibration: {"calibration": repr(calibration)})
+
+
+def _say_of_calibration(text: str, args: HotSPaTrainingArguments) -> None:
+    if text.startswith(MEASURING) or says_everything(args):
+        tqdm.write(printable(f"calibration: {text}"))
 
 
 def frozen_base(description: ModelDescription) -> FrozenBase | None:

@@ -65,6 +65,7 @@ from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.versions import version_of
 
 logger = logging.getLogger(__name__)
+MEASURING = "measuring"  # begins the first line about a measurement
 ROUNDS = 3  # how often everything is measured, in turn. The lower quartile counts: other programs can only add seconds
 LONGEST_PACK_S = 1.2  # packs grow until one takes about this long, on each of the two copies
 _PACK_SHARE = 0.015  # the longest pack's share of the given seconds; about fifty packs run
@@ -267,7 +268,7 @@ class _Session:
         measuring = Measuring(
             self.agreement, self.device, key.slots / self.world_size, self.procedure.rounds, self.say, until
         )
-        self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
+        self.say(f"{MEASURING} tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
         with freeing_at_once():
             few, more = self.agreement.run(
                 "calibration", lambda: list(map(self._trained, layer_counts(self.config))), otherwise=_of_any_kind

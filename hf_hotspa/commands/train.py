@@ -30,7 +30,9 @@ def main(words: Sequence[str]) -> int:
     launcher, which shows it."""
     own = FlagParser((), prog="hf-hotspa train", add_help=False)
     own.add_argument(_PROCESSES, type=whole(), default=None)
+    own.add_argument("--verbose", action="store_true")
     ours, rest = own.parse_known_args(list(words))
+    rest += ["--log_level", "info"] * ours.verbose
     parser = parser_of(prog="hf-hotspa train")
     if _ALL in rest:
         parser_of(everything=True, prog="hf-hotspa train").print_help()

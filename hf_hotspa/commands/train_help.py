@@ -61,13 +61,15 @@ saving and logs
   --save_steps N, --save_total_limit N, --resume_from_checkpoint FOLDER
   --logging_steps N     default: 10; --report_to tensorboard or wandb
   --measure_gain N      then time N mini-batches with and without switching
+  --verbose             also print the calibration and the plan in numbers; the
+                        report has them in any case
 
 processes
   --processes N         default: the GPUs; with --use_cpu the cores, at most 4
   --use_cpu             CPU processes
 
---help-all lists all flags of TrainingArguments and of hf_hotspa. Flags may be
-written with dashes; hotspa_ in front may be left out.
+--help-all lists all flags of TrainingArguments and of hf_hotspa. Flags may have
+dashes for underscores, and hotspa_ in front may be left out.
 """
 
 RUN_HELP = """\

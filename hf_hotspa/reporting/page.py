@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from html import escape
@@ -22,7 +23,7 @@ import numpy as np
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.measure_table import rows_of, strategy_columns
 from hf_hotspa.reporting.run_log import RunLog, StepRecord, length_histogram, read_run_log
-from hf_hotspa.reporting.summary import advice, strategy_order, summarize, verdict
+from hf_hotspa.reporting.summary import advice, padded_tokens, strategy_order, summarize, verdict
 from hf_hotspa.reporting.svg import WIDTH, Mark, Series, short, text_width
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.whole_file import write_whole
@@ -51,6 +52,7 @@ class Panel:
     left: int = 1  # how many columns of it are flush left
     facts: Mapping[str, object] = field(default_factory=dict)  # a list of names and values
     empty: str = ""  # why there is nothing to show
+    text: str = ""  # a text of fixed width, folded away
 
 
 Drawn = tuple[str, str, Sequence[Series]]  # a chart, its note, and the series of its legend
@@ -157,9 +159,7 @@ def _losses(run: RunLog) -> Drawn:
 def _padding(run: RunLog) -> Drawn:
     """The waste of padding, and the unused capacity of packs."""
     reports = [record.report for record in run.steps]
-    padded = [
-        max((p.longest_tokens for p in r.phases), default=0) * sum(p.num_sequences for p in r.phases) for r in reports
-    ]
+    padded = list(map(padded_tokens, reports))
     capacities = [sum(p.capacity_tokens for p in r.phases) for r in reports]
     tokens = [r.num_tokens for r in reports]
     series = [
@@ -277,8 +277,9 @@ def plan_panel(run: RunLog) -> Panel:
             prediction = predicted.get(bucket["strategy"], {})
             row += [_seconds(prediction.get("compute_s")), _seconds(prediction.get("switch_s"))]
         rows.append(row)
-    note = ""
+    note = text = ""
     if facts.plan is not None:
+        text = str(facts.plan.get("text", ""))  # records of earlier versions have none
         note = (
             f"Predicted for a typical mini-batch: {facts.plan['seconds']:.3f} s; the best single strategy, "
             f"{facts.plan['static']}, {facts.plan['static_s']:.3f} s."
@@ -286,7 +287,7 @@ def plan_panel(run: RunLog) -> Panel:
         if "verdict" in facts.plan and run.gain is None:  # records of earlier versions have no verdict
             for words in filter(None, (facts.plan.get("answer"), str(facts.plan["verdict"]))):
                 note += f" {words[:1].upper()}{words[1:]}."
-    return Panel("plan", "Buckets", len(facts.buckets), note=note, rows=rows, left=2)
+    return Panel("plan", "Buckets", len(facts.buckets), note=note, rows=rows, left=2, text=text)
 
 
 def race_panel(run: RunLog) -> Panel:
@@ -317,6 +318,11 @@ def strategies_panel(run: RunLog) -> Panel:
     return Panel("strategies", "Strategies", len(totals), wide=True, rows=rows_of(strategy_columns("page", totals)))
 
 
+_OPTIONAL = ("devices", "race")  # panels that are left out where there is nothing to show
+_MOST_METRICS = 12
+_FIRST_METRICS = ("reward", "margin", "kl", "accurac", "entropy")
+
+
 def run_panel(run: RunLog) -> Panel:
     """Model, machine, settings and versions."""
     facts = run.facts
@@ -330,7 +336,25 @@ def all_panels(run: RunLog) -> list[Panel]:
         loss_panel, learning_rate_panel, grad_norm_panel, rate_panel, memory_panel, time_panel, share_panel, lengths_panel,
         padding_panel, devices_panel, prediction_panel, plan_panel, race_panel, strategies_panel, run_panel,
     )  # fmt: skip
-    return sorted((make(run) for make in makers), key=lambda panel: not panel.points)
+    panels = [*(make(run) for make in makers), *metric_panels(run)]
+    return sorted((p for p in panels if p.points or p.name not in _OPTIONAL), key=lambda panel: not panel.points)
+
+
+def metric_panels(run: RunLog) -> list[Panel]:
+    """What only this trainer logged: rewards, margins and divergences of TRL's trainers, for example."""
+    curves: dict[str, dict[int, float]] = {}
+    for step, metrics in run.logs:
+        for name, value in metrics.items():
+            if value is not None:
+                curves.setdefault(name, {})[step] = value
+    names = sorted(curves, key=lambda name: not any(word in name for word in _FIRST_METRICS))[:_MOST_METRICS]
+    return [_metric(name, curves[name]) for name in names]
+
+
+def _metric(name: str, values: Mapping[int, float]) -> Panel:
+    series = [Series(name, "s0", list(values.values()))]
+    chart = svg.lines(escape(name), [float(step) for step in values], series, from_zero=False)
+    return Panel(re.sub(r"\W", "-", name), name, len(values), chart, "As logged by the trainer.")
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -375,7 +399,7 @@ def report_page(run: RunLog, to_be_measured: bool = False) -> str:
     restarts = f", started {run.starts} times" if run.starts > 1 else ""
     state = "" if run.ended else ". The record has no end: the run has not finished, or was stopped"
     return document(
-        f"{facts.run.get('name', 'hf_hotspa')}: {model} on {facts.world_size} ranks",
+        f"{facts.run.get('name', 'hf_hotspa')}: {model} on {facts.world_size} rank{'s' * (facts.world_size != 1)}",
         f"started {started}{restarts}; strategies {', '.join(b['strategy'] for b in facts.buckets)}{state}",
         [*verdict(run, to_be_measured), *advice(run)],
         _tiles(run),
@@ -457,15 +481,29 @@ def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460
 
 
 SUFFIX = ".svg"
-_MAIN = {"loss": loss_panel, "step_time": time_panel, "switch_share": share_panel, "tokens_per_second": rate_panel}
+_MAIN = {
+    "loss": loss_panel,
+    "step_time": time_panel,
+    "switch_share": share_panel,
+    "tokens_per_second": rate_panel,
+    "lengths": lengths_panel,
+}
 _MARGIN, _ROW, _KEY = 12, 16, 14  # pixels: around text, between rows of text, and the width of a legend key
 
 
 def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes `loss.svg`, `step_time.svg`, `switch_share.svg` and `tokens_per_second.svg`; none without steps."""
-    if not run.steps:
-        return []
-    return [write_whole(Path(folder) / f"{name}{SUFFIX}", picture(panel(run))) for name, panel in _MAIN.items()]
+    """Writes the main charts that have something to show as SVG, and as PNG if `resvg-py` is installed; none without
+    steps. Returns the paths."""
+    panels = {name: panel(run) for name, panel in _MAIN.items()} if run.steps else {}
+    texts = {name: picture(panel) for name, panel in panels.items() if panel.chart}
+    paths = [write_whole(Path(folder) / f"{name}{SUFFIX}", text) for name, text in texts.items()]
+    with suppress(ImportError):
+        from resvg_py import svg_to_bytes
+
+        for name, text in texts.items():
+            paths.append(Path(folder) / f"{name}.png")
+            paths[-1].write_bytes(bytes(svg_to_bytes(svg_string=text)))
+    return paths
 
 
 def picture(panel: Panel) -> str:

@@ -6,7 +6,8 @@ Owns the format (version `FORMAT`) and its reader; `callbacks/step_reports.py` w
 * `step`: `step` (from 1), `time`, `wall_s` (seconds since the start of the step, optimizer included), `lr` (the
   learning rate used; null if unknown), `memory` (peak bytes of each rank, if one of them grew by 1 %), `report` (the
   `StepReport`), and in a thinned record `before` (the `Sums` of the steps left out before this one).
-* `eval`: `step`, `time`, `metrics`. `save`: `step`, `time`.
+* `eval`, and `log` for what the Trainer logs beside the fields of a step: `step`, `time`, `metrics`. `save`: `step`,
+  `time`.
 * `end`, last: `step`, `time`, `callback_s` (seconds inside callbacks of the main process, by class).
 * `gain`, after `end` if asked for: `time` and the fields of `MeasuredGain`.
 
@@ -188,6 +189,7 @@ class RunLog:
     started: float  # unix seconds of the first header
     steps: list[StepRecord] = field(default_factory=list)  # in order, each once
     evaluations: list[tuple[int, dict[str, float | None]]] = field(default_factory=list)  # step, metrics
+    logs: list[tuple[int, dict[str, float | None]]] = field(default_factory=list)  # the same of what is logged
     saves: list[int] = field(default_factory=list)  # steps after which a checkpoint was saved
     memory: list[int] = field(default_factory=list)  # peak bytes of each rank; empty if never recorded
     starts: int = 1  # how often the run was started
@@ -215,12 +217,12 @@ def plain(value: object) -> Any:
 def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leaves out every second one of the older steps, saves and evaluations, and the earlier runs of steps trained
     twice. Adds the sums of left-out steps to the next step that is kept, in place."""
-    places: dict[str, dict[int, int]] = {"step": {}, "save": {}, "eval": {}}
+    places: dict[str, dict[int, int]] = {"step": {}, "save": {}, "eval": {}, "log": {}}
     for place, line in enumerate(lines):
         if line["kind"] in places:
             places[line["kind"]][line["step"]] = place
     kept = {place for place, line in enumerate(lines) if line["kind"] not in places}
-    for of_kind in (places["save"], places["eval"]):
+    for of_kind in (places["save"], places["eval"], places["log"]):
         order = sorted(of_kind)
         kept.update(of_kind[step] for step in (*order[:-_LAST:2], *order[-_LAST:]))
     newest = next((line["step"] for line in reversed(lines) if line["kind"] == "step"), 0)
@@ -291,6 +293,11 @@ class _Evaluation:
 
 
 @dataclass(frozen=True)
+class _Log(_Evaluation):
+    pass
+
+
+@dataclass(frozen=True)
 class _Save:
     step: Count
 
@@ -300,7 +307,14 @@ class _End:
     callback_s: dict[str, float]
 
 
-_KINDS: dict[str, type] = {"step": StepRecord, "eval": _Evaluation, "save": _Save, "end": _End, "gain": MeasuredGain}
+_KINDS: dict[str, type] = {
+    "step": StepRecord,
+    "eval": _Evaluation,
+    "log": _Log,
+    "save": _Save,
+    "end": _End,
+    "gain": MeasuredGain,
+}
 
 
 def _take(run: RunLog, steps: dict[int, StepRecord], data: Mapping[str, Any]) -> None:
@@ -312,6 +326,8 @@ def _take(run: RunLog, steps: dict[int, StepRecord], data: Mapping[str, Any]) ->
         case StepRecord():
             steps[record.step] = record
             run.memory = record.memory or run.memory
+        case _Log(step, metrics):
+            run.logs.append((step, metrics))
         case _Evaluation(step, metrics):
             run.evaluations.append((step, metrics))
         case _Save(step):

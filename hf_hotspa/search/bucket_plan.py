@@ -260,6 +260,7 @@ class Plan:
             "static_s": choice.static_seconds,
             "verdict": self.switching,
             "answer": self.answer if self.baselines else None,
+            "text": re.sub("\x1b\\[[0-9;]*m", "", str(self)),  # a terminal's table has colours
             "rows": [
                 {"strategy": str(row.bucket.strategy), "compute_s": row.compute_s, "switch_s": row.switch_s}
                 for row in choice.rows

@@ -204,8 +204,11 @@ def test_once():
 
 def test_pictures(tmp_path):
     paths = save_pictures(read_run_log(write_run(tmp_path)), tmp_path / "new")
-    assert [p.name for p in paths] == ["loss.svg", "step_time.svg", "switch_share.svg", "tokens_per_second.svg"]
-    for path, title, marks in zip(paths, ("Loss", "Step time", "Switching", "Tokens"), (1, 20, 1, 1), strict=True):
+    names = ["loss", "step_time", "switch_share", "tokens_per_second", "lengths"]
+    assert [p.name for p in paths] == [f"{name}{ending}" for ending in (".svg", ".png") for name in names]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[5:])
+    titles = "Loss", "Step time", "Switching", "Tokens", "Sequence lengths"
+    for path, title, marks in zip(paths[:5], titles, (1, 20, 1, 1, 5), strict=True):
         drawn = ElementTree.parse(path).getroot()
         texts = [text.text for text in drawn.iter(f"{SVG}text")]
         assert texts[0].startswith(title)

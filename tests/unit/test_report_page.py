@@ -1,22 +1,25 @@
 """The page of a run: whole and well-formed, every panel with data, nothing from the network, light and dark."""
 
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
+from hf_hotspa.callbacks.step_reports import TraceCallback
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.report import ModelFlops
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.compare import compare, compare_page
-from hf_hotspa.reporting.page import report_page, show_lengths, show_report, strategies_panel
+from hf_hotspa.reporting.page import metric_panels, report_page, show_lengths, show_report, strategies_panel
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import Mark, Series
 from hf_hotspa.whole_file import write_whole
-from tests.run_logs import LONG, SHORT, made_report, write_run
+from tests.run_logs import LONG, SHORT, made_facts, made_report, write_run
 
 PANELS = {
     "lengths", "time", "share", "loss", "rate", "padding", "memory", "prediction", "plan", "strategies", "run",
@@ -147,9 +150,10 @@ def test_a_run_that_knows_little(tmp_path):
     """A stream, strategies that were given, no step yet: the page says why there is nothing to see."""
     text = report_page(read_run_log(write_run(tmp_path, steps=0, end=False, plan=None, lengths=None)))
     page = check_page(text)
-    assert set(page.points) == PANELS
-    assert {name for name, points in page.points.items() if not points} == CHARTS | {"race", "strategies"}
-    assert text.count('class="empty"') == len(CHARTS) + 2
+    left_out = {"devices", "race"}
+    assert set(page.points) == PANELS - left_out
+    assert {name for name, points in page.points.items() if not points} == CHARTS - left_out | {"strategies"}
+    assert text.count('class="empty"') == len(CHARTS - left_out) + 1
     assert "the run has not finished, or was stopped" in text
 
 
@@ -305,9 +309,40 @@ def test_one_strategy_is_no_comparison(tmp_path):
     run = read_run_log(write_run(tmp_path))
     run.steps = [replace(r, report=replace(r.report, phases=r.report.phases[:1])) for r in run.steps]
     predicted = f"Switching would not gain more: {SHORT} alone trains all rows (predicted)."
+    # rows of at most 16 tokens, 10 of them in 200 tokens: nothing to pad
     assert verdict(run) == [f"One strategy trained everything ({SHORT}): nothing was switched", predicted]
+    longer = [[replace(p, longest_tokens=50) for p in r.report.phases] for r in run.steps]
+    run.steps = [replace(r, report=replace(r.report, phases=p)) for r, p in zip(run.steps, longer, strict=True)]
+    head, second, third = verdict(run)  # 10 rows of 50 tokens, instead of 200
+    assert head == f"One strategy trained everything ({SHORT}); packing avoided padding, 60% of a padded batch"
+    assert second == predicted
+    assert "2.5 times as many tokens" in third
     run.steps = []
     assert verdict(run) == ["No mini-batch was recorded"]
+
+
+def test_metrics_of_a_trainer_are_curves(tmp_path):
+    """What TRL logs is in the record and on the page, rewards first; what a step's report has is not drawn twice."""
+    trace = TraceCallback(tmp_path, steps=0)
+    state = SimpleNamespace(global_step=0, is_world_process_zero=True)
+    trace.on_run_begin(None, state, None, run=made_facts())
+    trace.on_train_begin(None, state, None)
+    for state.global_step in (1, 2):
+        logs = {
+            "loss": 1.0,
+            "hotspa/switch_s": 0.1,
+            "completions/mean_length": 7.0,
+            "<b>": 1,
+            "rewards/chosen": math.nan,
+        }
+        trace.on_log(None, state, None, logs={**logs, "rewards/margins": 0.5 * state.global_step, "note": "text"})
+    trace.on_train_end(None, state, None)
+    run = read_run_log(tmp_path)
+    assert [step for step, _ in run.logs] == [1, 2]
+    assert run.logs[1][1] == {"completions/mean_length": 7.0, "<b>": 1, "rewards/chosen": None, "rewards/margins": 1.0}
+    assert [panel.title for panel in metric_panels(run)] == ["rewards/margins", "completions/mean_length", "<b>"]
+    page = check_page(report_page(run))  # also that a name that looks like a tag is not one
+    assert page.points["rewards-margins"] == 2
 
 
 def test_advice_only_where_something_stands_out(tmp_path):

@@ -167,7 +167,7 @@ def test_numbers_that_json_has_not(tmp_path):
     }
     writer = RunLogWriter(tmp_path)
     writer.header(made_facts())
-    writer.evaluation(1, {"eval_loss": math.nan})
+    writer.metrics("eval", 1, {"eval_loss": math.nan})
     writer.close()
     assert read_run_log(tmp_path).evaluations == [(1, {"eval_loss": None})]
 
@@ -215,7 +215,7 @@ def test_a_long_record_is_thinned_out_and_its_sums_stay(tmp_path, monkeypatch):
             writer.write("step", record.report, step=step, wall_s=record.wall_s, lr=record.lr)
             if step == 120:
                 writer.write("save", step=step)
-                writer.evaluation(step, {"eval_loss": 1.0})
+                writer.metrics("eval", step, {"eval_loss": 1.0})
             nonlocal largest
             largest = max(largest, writer.path.stat().st_size)
 

@@ -69,6 +69,9 @@ def test_processes_are_started_by_the_launcher_of_torch(folder, started):
     assert line == [sys.executable, "-m", "hf_hotspa.commands.own_launcher", "--rdzv-backend", "loopback",
                     "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "3", "-m", "hf_hotspa.cli", "train", *words]  # fmt: skip
     assert int(environment["OMP_NUM_THREADS"]) >= 1
+    with pytest.raises(SystemExit):
+        main(["train", *words, "--gpus", "2", "--verbose"])
+    assert started[1][0][8:] == ["2", *line[9:], "--log_level", "info"]
 
 
 def test_the_processes_of_a_launcher_start_no_others(folder, started, monkeypatch):
@@ -268,7 +271,7 @@ def test_help_is_short_and_names_what_exists(capsys):
     lines = said.splitlines()
     assert len(lines) < 60
     assert max(map(len, lines)) <= 80
-    known = {action.dest for action in parser_of()._actions} | {"processes", "help-all"}
+    known = {action.dest for action in parser_of()._actions} | {"processes", "help-all", "verbose"}
     assert set(re.findall(r"--([\w-]+)", said)) <= known
     for name in ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "model", "dataset", "lora_r"):
         assert f"--{name}" in said
