@@ -29,7 +29,7 @@ import psutil
 from contest import MODELS
 from peers.live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
 from peers.memory import Ladder, measure_memory
-from peers.pages import csv_files, details_block, families_block, update_block
+from peers.pages import csv_files, families_block, update_block
 from peers.plan import LIMIT_MARGIN, PLAN_MARGIN, our_works, plan_limited, plan_ours
 from peers.profile import profile_tables
 from peers.results import Results, json_text, published
@@ -325,7 +325,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--pages",
         action="store_true",
-        help="only write --model and --dtype into docs/measured.md, and all cells into docs/side-by-side.md and .json",
+        help="only write --model and --dtype into docs/measured.md, and all cells into docs/data and docs/side-by-side.json",
     )
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     options = parser.parse_args(arguments)
@@ -344,7 +344,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kinds = [f"{model} {dtype}" for model in options.model for dtype in options.dtype]
         root = Path(__file__).resolve().parents[1]
         update_block(root / "docs" / "measured.md", families_block(results.data, kinds))
-        update_block(root / "docs" / "side-by-side.md", details_block(results.data))
         for name, text in csv_files(results.data).items():
             (root / "docs" / "data" / name).write_text(text)
         (root / "docs" / "side-by-side.json").write_text(json_text(published(results.data)))

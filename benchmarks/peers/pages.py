@@ -1,5 +1,5 @@
-"""What `side_by_side.py` writes: blocks of docs/measured.md (families of sides, relative to `auto`) and docs/side-by-side.md (their
-seconds), and docs/data/side-by-side*.csv (every side, every phase).
+"""What `side_by_side.py` writes: the block of docs/measured.md (families of sides, relative to `auto`) and
+docs/data/side-by-side*.csv (their seconds, every side, every phase).
 
 All are made from the JSON file alone: no number is typed by hand. The file itself lies beside the pages.
 """
@@ -50,10 +50,6 @@ _LEGEND = (
     "the length files, and the minimum and maximum. All sides in seconds, where their time goes, and why some cannot "
     "run: [side by side](side-by-side.md)."
 )
-_FAMILY_LEGEND = (
-    "A number of tokens: the longest sequence that a side can hold under the limit. Bold: the fastest, and all within "
-    "2 % of it."
-)
 
 Cell = tuple[float, str]
 """Seconds of a mini-batch (infinite without) and the text that is shown."""
@@ -81,20 +77,19 @@ def families_block(data: dict[str, Any], names: Sequence[str]) -> str:
     return "\n".join([*text, "", *(f"* {note}" for note in notes)])
 
 
-def details_block(data: dict[str, Any]) -> str:
-    """Families in seconds. Every side of every cell, and the phases of ours: `csv_files`."""
-    text = [f"Seconds per mini-batch, measured on {_facts(list(data['cells'].values()))}.", "", _FAMILY_LEGEND]
-    for name, kind in kinds_of(data).items():
-        lines = {lengths: lines_of(cell) for lengths, cell in kind.items()}
-        limits = [f"{lengths}, {cell['limit_bytes'] / MIB:.0f} MiB" for lengths, cell in kind.items()]
-        for title, heads, limited in (("no limit", list(kind), False), ("a limit of memory", limits, True)):
-            text += ["", f"| {name}, {title} | " + " | ".join(heads) + " |", "|---" * (len(kind) + 1) + "|"]
-            text += _family_rows(lines, limited)
-    return "\n".join(text)
-
-
 def csv_files(data: dict[str, Any]) -> dict[str, str]:
-    """The text of each file of docs/data: every side of every cell, and every phase of ours."""
+    """The text of each file of docs/data: families in seconds, every side of every cell, and every phase of ours."""
+    families: list[list[str]] = [["model", "limit", "lengths", "limit_mib", "family", "seconds_or_longest"]]
+    for name, kind in kinds_of(data).items():
+        of_kind = {lengths: lines_of(cell) for lengths, cell in kind.items()}
+        for title, limited in (("no limit", False), ("a limit of memory", True)):
+            for family, starts in FAMILIES:
+                cells = [_best(of_cell, starts, limited)[1] for of_cell in of_kind.values()]
+                if set(cells) == {"-"}:
+                    continue
+                for (lengths, cell), text in zip(kind.items(), cells, strict=True):
+                    mib = f"{cell['limit_bytes'] / MIB:.0f}" if limited else ""
+                    families.append([name, title, lengths, mib, family.replace("*", "").replace("`", ""), text])
     heads = ["cell", "side", "seconds", "median_seconds", "tokens_per_second", "padding", "peak_mib", "loss"]
     sides: list[list[Any]] = [[*heads, "limit_mib", "under_the_limit", "reason", "differs"]]
     phases: list[list[Any]] = [
@@ -115,7 +110,8 @@ def csv_files(data: dict[str, Any]) -> dict[str, str]:
         for name, strategy, rest, sums in all_phases(cell):
             parts = [f"{sums[part]:.3f}" for part in PARTS]
             phases.append([key, name, strategy, f"{sums['tokens']:.0f}", *parts, f"{rest:.3f}"])
-    return {"side-by-side.csv": _csv(sides), "side-by-side-phases.csv": _csv(phases)}
+    files = {"side-by-side-families.csv": families, "side-by-side.csv": sides, "side-by-side-phases.csv": phases}
+    return {name: _csv(rows) for name, rows in files.items()}
 
 
 def _csv(rows: Sequence[Sequence[Any]]) -> str:
@@ -188,20 +184,6 @@ def _relative(of_files: Sequence[dict[str, float]], starts: tuple[str, ...], wit
     if len(times) > 1:
         text += f" ({min(times):.2f} to {max(times):.2f})"
     return text + (f", fits {len(mine)} of {len(of_files)}" if len(mine) < len(of_files) else "")
-
-
-def _family_rows(lines: dict[str, dict[str, Line]], limited: bool) -> list[str]:
-    columns = {title: [_best(of_cell, starts, limited) for of_cell in lines.values()] for title, starts in FAMILIES}
-    least = [min(of[at][0] for of in columns.values()) for at in range(len(lines))]
-    rows = []
-    for title, of_family in columns.items():
-        shown = [
-            f"**{text}**" if seconds <= CLOSE * best and text != "-" else text
-            for (seconds, text), best in zip(of_family, least, strict=True)
-        ]
-        if set(shown) != {"-"}:
-            rows.append(f"| {title} | " + " | ".join(shown) + " |")
-    return rows
 
 
 def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cell:

@@ -1,6 +1,7 @@
 """The documentation names what exists: every error code, every flag; links lead somewhere."""
 
 import ast
+import csv
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -71,23 +72,19 @@ def test_the_numbers_of_the_readme_are_measured_ones():
 
 
 def factors_of_cells(limit):
-    """How many times as long as `auto` the fastest of the others, and our best single strategy, take: from docs/side-by-side.md."""
+    """How many times as long as `auto` the fastest of the others, and our best single strategy, take in each cell."""
+    cells = {}
+    with (ROOT / "docs" / "data" / "side-by-side-families.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["limit"] == ("a limit of memory" if limit else "no limit"):
+                seconds = re.fullmatch(r"[\d.]+", row["seconds_or_longest"])
+                cells.setdefault((row["model"], row["lengths"]), {})[row["family"]] = seconds and float(seconds[0])
     others, ours = [], []
-    heading = "a limit of memory" if limit else "no limit"
-    for block in (ROOT / "docs" / "side-by-side.md").read_text().split("\n\n"):
-        if not re.match(rf"\| [\w.]+ (fp32|bf16), {heading} \|", block):
-            continue
-        rows = [
-            [cell.strip("* ") for cell in line.strip("|").split("|")]
-            for line in block.splitlines()
-            if line.startswith("|")
-        ]
-        table = {row[0]: [float(c) if re.fullmatch(r"[\d.]+", c) else None for c in row[1:]] for row in rows[2:]}
-        auto = table.pop("ours, `auto`")
-        for place, seconds in enumerate(auto):
-            fits = {name: cells[place] / seconds for name, cells in table.items() if cells[place] is not None}
-            ours.append(fits["ours, one static strategy, packed: the best"])
-            others += [min(those)] if (those := [f for name, f in fits.items() if not name.startswith("ours")]) else []
+    for table in cells.values():
+        auto = table.pop("ours, auto")
+        fits = {name: seconds / auto for name, seconds in table.items() if seconds is not None}
+        ours.append(fits["ours, one static strategy, packed: the best"])
+        others += [min(those)] if (those := [f for name, f in fits.items() if not name.startswith("ours")]) else []
     assert len(ours) == 20
     return [f"| {min(those):.1f} to {max(those):.1f} |" for those in (others, ours)], len(others)
 
