@@ -183,6 +183,9 @@ class TokenRangeError(DataError):
     code = "HSP-303"
 
 
+FIX_OF_NON_FINITE = "lower the learning rate, clip gradients, or look for broken samples in this mini-batch"
+
+
 class NonFiniteError(HotspaError):
     """A loss or a gradient is NaN or infinite; the weights are unchanged (except if stages update after every pack)."""
 

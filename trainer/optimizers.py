@@ -307,7 +307,8 @@ def take_over(optimizer: object, engine: HotSPaEngine, model: nn.Module, saved: 
     if parameters and own.issuperset(map(id, parameters)):
         return False  # the case in every step
     names = _names(engine, model)
-    idle = {id(p) for p in other_half(bare_model(model)[0]).values()}  # these have no gradient, so no step moves them
+    # these are frozen, so no step moves them
+    idle = {id(p) for p in other_half(bare_model(model)[0]).values()} - names.keys()
     given = [p for p in parameters if id(p) not in idle]
     moved = _moved(type(bare).__name__, given, own, names, shares)
     of_kind, shares = states_of(type(bare)), engine.master.shares

@@ -37,6 +37,7 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.phase import moment
 from hf_hotspa.engine.transport import ProcessGroupTransport
+from hf_hotspa.layout.vector import BESIDE
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
@@ -494,7 +495,8 @@ def time_packs(
 
 def _moved(description: ModelDescription) -> int:
     """Parameters of a fully trained model that moves the same bytes in a switch; codes and scales are smaller."""
-    weights, segments = dtype_bytes(dtype_name(description.compute_dtype)), description.vector.segments
+    weights = dtype_bytes(dtype_name(description.compute_dtype))
+    segments = [segment for segment in description.vector.segments if segment.unit != BESIDE]
     gradients = sum(segment.numel for segment in segments if segment.trainable)
     loaded = sum(segment.numel * dtype_bytes(segment.dtype) for segment in segments)
     return round((loaded + _GRADIENT_BYTES * gradients) / (weights + _GRADIENT_BYTES))

@@ -19,7 +19,7 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
 from hf_hotspa.layout.shares import is_uneven, largest_share
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.layout.vector import EMBEDDING, IN_FP32, GradientDtypes, ParameterVector, Segment
+from hf_hotspa.layout.vector import BESIDE, EMBEDDING, IN_FP32, GradientDtypes, ParameterVector, Segment
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.plan.units import Room, Units, sizes_of_neighbours
 from hf_hotspa.strategy import Strategy
@@ -178,7 +178,8 @@ class ModelSizes:
     def weight_bytes(self) -> float:
         """Bytes of all weights as strategies hold them; tied ones count once."""
         if self.vector is not None:
-            return sum(segment.numel * dtype_bytes(segment.dtype) for segment in self.vector.segments)
+            laid_out = (segment for segment in self.vector.segments if segment.unit != BESIDE)
+            return sum(segment.numel * dtype_bytes(segment.dtype) for segment in laid_out)
         whole, packed = self.num_parameters * dtype_bytes(self.compute_dtype), self.packed
         if packed is None:
             return whole

@@ -15,6 +15,7 @@ the weights. All ranks raise an error that one finds before a phase, before a by
 """
 
 import itertools
+import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,9 +28,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
+from hf_hotspa.engine.beside import Beside
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.executor import Buffers
 from hf_hotspa.engine.faults import PhaseFailures, raise_non_finite
@@ -94,6 +95,7 @@ class HotSPaEngine:
         stop: Its `requested` is read at the end of each mini-batch: whether this rank wants to stop. None for never.
         failures: Explains failed phases; knows of a lack of memory on this rank.
         initial: The weights that the engine was made with.
+        beside: What is trained beside the strategies: modules of the model that the caller runs.
         updates: The optimizer steps of this rank's stage, if a feature updates stages by themselves:
             set its `step`. None if the caller steps once per mini-batch.
         grad_norm: Global 2-norm of the last mini-batch's gradient, before clipping; if stages update by themselves, the
@@ -140,7 +142,8 @@ class HotSPaEngine:
             self.initial = InitialWeights(*fill_from_model(model, self.master, self.agreement, self._groups.switch))
             if self.initial.were_equal:
                 self.master.note_frozen_in(model)
-        self._adopting = adopt_before_steps(self.master)
+        self.beside = Beside(model, self.master, self._groups.switch, self.agreement)
+        adopt_before_steps(self.master)
         self.updates: Updates | None = None
         if runner is not None:
             self.updates = runner.updates(strategies[0], self._groups, self.master)
@@ -465,10 +468,18 @@ class HotSPaEngine:
         self.master.bind_gradients()
         self.grad_norm = 0.0
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """Drops the gradients of some parameters, also from the norm, as if they had no gradient. Collective."""
-        self.master.drop_gradients_of(names)
+    def complete(self, left_out: Collection[str]) -> None:
+        """Adds the gradients of `beside`, and drops the gradients of some parameters; the norm is of the rest. Collective.
+
+        Raises:
+            NonFiniteError: on every rank; naming a parameter beside the strategies.
+        """
+        if not self.beside.reduce() and not left_out:
+            return
+        self.master.drop_gradients_of(left_out)
         self.grad_norm = float(self.agreement.gather([self.master.squared_norm()]).sum()) ** 0.5
+        if not math.isfinite(self.grad_norm):
+            self.beside.check_finite(f"mini-batch {self._steps}")
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -510,16 +521,15 @@ class HotSPaEngine:
 
     def close(self) -> None:
         """Ends the switch thread, frees memory and destroys the process groups. Collective and final."""
-        self._adopting.remove()
         self._switching.close()
         self.agreement.barrier()
         self._switching.arenas.clear()
         self._groups.close()
 
 
-def adopt_before_steps(master: MasterStore) -> RemovableHandle:
+def adopt_before_steps(master: MasterStore) -> None:
     """Adopts the optimizers that need it (`engine.optimizer_states`) and have shares of the master store before their
-    first step, which raises the errors of `adopt`. Returns a handle that ends it."""
+    first step, which raises the errors of `adopt`, as long as the store exists."""
     store, own, others = weakref.ref(master), {id(share) for share in master.parameters.values()}, set[type]()
 
     def before(optimizer: Optimizer, *_: object) -> None:
@@ -531,4 +541,4 @@ def adopt_before_steps(master: MasterStore) -> RemovableHandle:
         elif any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             states_of(kind).adopt(optimizer, to)
 
-    return register_optimizer_step_pre_hook(before)
+    weakref.finalize(master, register_optimizer_step_pre_hook(before).remove).atexit = False

@@ -15,7 +15,14 @@ import torch
 from hf_hotspa.data.collator import PhaseBatch
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner, peak_memory
-from hf_hotspa.errors import HotspaConfigError, HotspaError, NonFiniteError, PhaseMemoryError, TransferError
+from hf_hotspa.errors import (
+    FIX_OF_NON_FINITE,
+    HotspaConfigError,
+    HotspaError,
+    NonFiniteError,
+    PhaseMemoryError,
+    TransferError,
+)
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause, lost_peer
 from hf_hotspa.strategy import Bucket, Strategy
@@ -223,7 +230,6 @@ def _entries(folder: str | Path) -> list[OutOfMemory]:
 
 
 _ROWS_SHOWN = 8
-_FIX = "lower the learning rate, clip gradients, or look for broken samples in this mini-batch"
 _UNCHANGED = "the weights were not changed"
 _CHANGED = "earlier packs of this mini-batch have already changed the weights, different ones on each stage; resume from a checkpoint"
 
@@ -252,11 +258,11 @@ def raise_non_finite(
                 f"the gradient of {names[0]!r} is not finite ({len(names)} parameters on this rank), the loss is {loss}",
                 where=where,
                 why=why,
-                fix=_FIX,
+                fix=FIX_OF_NON_FINITE,
             )
 
     agreement.run(where, check_gradients)
-    raise NonFiniteError(f"the loss is {loss}", where=where, why=why, fix=_FIX)
+    raise NonFiniteError(f"the loss is {loss}", where=where, why=why, fix=FIX_OF_NON_FINITE)
 
 
 def _first_bad_pack(plan: MiniBatchPlan, phases: Mapping[Strategy, PhaseRunner]) -> tuple[int, int, int]:

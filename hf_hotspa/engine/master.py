@@ -189,13 +189,14 @@ class MasterStore:
         before: Callable[[], None] = lambda: None,  # called before each segment
         # what to gather instead, with the weights' layout and dtypes: the gradients, `empty_buffers`
         buffers: Sequence[Tensor | None] | None = None,
+        units: Collection[int] | None = None,  # the only ones; all by default
     ) -> Iterator[tuple[str, Tensor]]:
         """Every complete parameter, on every rank, in master precision; one segment at a time is in memory. Collective.
         Yields the Hugging Face name (each tied name once) and a tensor of that shape, valid until the next one."""
         if buffers is None:
             buffers = self.weights
         for segment in self.vector.segments:
-            if not segment.trainable and not frozen:
+            if (not segment.trainable and not frozen) or (units is not None and segment.unit not in units):
                 continue
             sizes = [self.layout.sizes[rank][segment.index] for rank in range(self.world_size)]
             dtype = getattr(torch, segment.master_dtype)

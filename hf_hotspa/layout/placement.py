@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hf_hotspa.errors import PlanError
 from hf_hotspa.layout.shares import is_uneven, stored_rows
-from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Segment
+from hf_hotspa.layout.vector import BESIDE, EMBEDDING, HEAD, ParameterSpec, ParameterVector, Segment
 from hf_hotspa.strategy import Strategy
 
 # -- the intervals of one segment on all ranks, as arrays --------------------------------------------------------------
@@ -198,8 +198,9 @@ class Layout:
 
 
 def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int:
-    """Returns the pipeline stage of a unit, out of pp * v. Stage s is on the ranks with pp coordinate s mod pp."""
-    if unit == EMBEDDING:
+    """Returns the pipeline stage of a unit, out of pp * v: of `BESIDE` the one that its outputs enter. Stage s is on the
+    ranks with pp coordinate s mod pp."""
+    if unit in (EMBEDDING, BESIDE):
         return 0
     if unit == HEAD:
         return strategy.num_stages - 1
@@ -250,7 +251,9 @@ def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: in
 def _holders(
     vector: ParameterVector, strategy: Strategy, segment: Segment
 ) -> list[tuple[int, tuple[ParameterSpec, ...]]]:
-    """Returns `(stage, parameters)` pairs: two when tied embeddings are also on the last stage."""
+    """Returns `(stage, parameters)` pairs: two when tied embeddings are also on the last stage, none of `BESIDE`."""
+    if segment.unit == BESIDE:
+        return []
     specs = vector.specs_of(segment)
     stage, last = stage_of_unit(vector, strategy, segment.unit), strategy.num_stages - 1
     holders = [(stage, specs)]
@@ -350,7 +353,7 @@ def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy |
     placements = []
     for segment in vector.segments:
         owners = range(world_size)
-        if by_stage is not None:
+        if by_stage is not None and segment.unit != BESIDE:
             first = stage_of_unit(vector, by_stage, segment.unit) * by_stage.stage_size
             owners = range(first, first + by_stage.stage_size)
         starts = tuple(spec.offset - segment.start for spec in vector.specs_of(segment))

@@ -58,6 +58,9 @@ IN_FP32 = GradientDtypes()  # the default: gradients keep the precision of the m
 
 
 EMBEDDING, HEAD = -1, -2  # unit numbers of embedding and head; layer i is unit i
+BESIDE = -3
+"""The unit of what is trained beside the layers: modules that a caller runs by himself (the encoders of images). No strategy
+lays it out; the master store divides it over all ranks, like any other unit."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class ParameterSpec:
     name: str  # its Hugging Face name (the first one if weights are tied)
     shape: tuple[int, ...]  # its Hugging Face shape
     dtype: str  # dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``)
-    unit: int  # the layer index, `EMBEDDING` or `HEAD`
+    unit: int  # the layer index, `EMBEDDING`, `HEAD` or `BESIDE`
     # the dim that tensor parallelism cuts; None if every tp coordinate holds the complete parameter
     shard_dim: int | None = None
     parts: tuple[Part, ...] = ()  # how `shard_dim` is cut; empty exactly if `shard_dim` is None
@@ -295,7 +298,7 @@ def trained_part(vector: ParameterVector) -> ParameterVector:
 
 
 def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], head_cost: int) -> ParameterVector:
-    """Orders the parameters by unit (embedding, layers, head), then by segment, and assigns offsets. `specs`: the
+    """Orders the parameters by unit (embedding, layers, head, beside), then by segment, and assigns offsets. `specs`: the
     parameters in the model's order; their offsets are ignored. Raises `ModelError`: a sharded parameter is empty or
     scalar, its parts do not add up, or two share a name."""
     ordered: dict[tuple[int, str, bool, str], list[ParameterSpec]] = {}
@@ -312,7 +315,7 @@ def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], hea
             raise ModelError(
                 f"a part of parameter {spec.name!r} {spec.shape} does not divide into its groups and items"
             )
-        order = {EMBEDDING: -1, HEAD: len(layer_costs)}.get(spec.unit, spec.unit)
+        order = {EMBEDDING: -1, HEAD: len(layer_costs), BESIDE: len(layer_costs) + 1}.get(spec.unit, spec.unit)
         key = (order, spec.dtype, not spec.trainable, spec.master_dtype)
         ordered.setdefault(key, []).append(spec)
     placed: list[ParameterSpec] = []

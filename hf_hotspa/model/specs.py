@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
+from hf_hotspa.layout.vector import BESIDE, EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model.layer_kind import LayerKind, layer_kinds, layer_types
 from hf_hotspa.model.model_kind import (
     INPUTS,
@@ -435,9 +435,29 @@ def _parameter_vector(structure: _Structure) -> ParameterVector:
             specs.append(replace(spec, experts=fused.get(module, 0) if shared is None else 0))
         if unit >= 0 and shared is None:
             costs[unit] += numel  # the cost of added modules is negligible
+    specs += _beside(structure)
     behind = (p.numel() for name, p in plain_parameters(model) if structure.is_behind(name))
     head_cost = structure.plan.modules[structure.head].weight.numel() if structure.head else sum(behind)
     return build_vector(specs, costs, head_cost)
+
+
+def _beside(structure: _Structure) -> list[ParameterSpec]:
+    """The trained parameters of the other half of a multimodal model. Raises `ModelError`: one is tied to the language half."""
+    names, is_of_text = dict[nn.Parameter, list[str]](), of_text(structure.model)
+    for name, parameter in structure.model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    specs = []
+    for parameter, (name, *tied) in names.items():
+        in_text = [is_of_text(each) for each in (name, *tied)]
+        if not parameter.requires_grad or all(in_text):
+            continue
+        if any(in_text):
+            raise ModelError(f"parameters {[name, *tied]} are tied, and not all of them are in the language model")
+        other_names, dtype = tuple(structure.prefix + other for other in tied), dtype_name(parameter.dtype)
+        specs.append(
+            ParameterSpec(structure.prefix + name, tuple(parameter.shape), dtype, BESIDE, tied_names=other_names)
+        )
+    return specs
 
 
 def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:

@@ -23,7 +23,7 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from hf_hotspa.layout.placement import stage_of_unit
-from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterVector
+from hf_hotspa.layout.vector import BESIDE, EMBEDDING, HEAD, ParameterVector
 from hf_hotspa.packing.pipeline_order import Beat
 from hf_hotspa.strategy import Strategy
 
@@ -56,7 +56,7 @@ class Units:
         """Streamed segments by unit, for units that have any."""
         by_unit: dict[int, tuple[int, ...]] = {}
         for segment in self.vector.segments:
-            if segment.index not in self.resident:
+            if segment.index not in self.resident and segment.unit != BESIDE:
                 by_unit[segment.unit] = (*by_unit.get(segment.unit, ()), segment.index)
         return by_unit
 

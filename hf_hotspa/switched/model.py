@@ -555,8 +555,7 @@ class SwitchedModel(CalledModel):
         trains_more = bool(upstream.columns or upstream.of_logits or upstream.auxiliary is not None)
         if trains_more:
             self._train_rest(step.calls, upstream)
-        if self._changes.frozen:
-            engine.leave_out(self._changes.frozen)
+        engine.complete(self._changes.frozen)
         self._passes.let_go()
         for training in (True, False):
             looks = self.assumptions.looks
