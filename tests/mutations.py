@@ -642,6 +642,13 @@ MUTATIONS = [
         "return best",
         "tests/gloo/test_hub.py",
     ),
+    Mutation(
+        "the second token of a row is pooled as its first",
+        "hf_hotspa/features/heads/pooling.py",
+        "if kind == LAST else 0)",
+        "if kind == LAST else 1)",
+        "tests/gloo/test_chains.py::test_weights_are_those_of_one_process_with_the_whole_batch",
+    ),
 ]
 
 TAKEN_BACK = [

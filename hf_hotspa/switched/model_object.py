@@ -161,9 +161,10 @@ class Route:
     def _run_chain(self, chain: nn.Module, *args: object, **kwargs: object) -> object:
         was = self.set(True)
         try:
-            return chain(*args, **kwargs)
+            out = chain(*args, **kwargs)
         finally:
             self.set(was)
+        return getattr(bare_model(chain)[0], "of_chain", lambda made: made)(out)
 
     def close(self) -> None:
         """Leaves calls to the object for good."""

@@ -9,6 +9,8 @@ import torch
 
 from hf_hotspa import HotSPaTrainingArguments
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.strategy import parse_buckets
+from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.trainer import switched
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
@@ -21,15 +23,27 @@ FAST = (
     ("qwen3_qk_norm_tied", "left", "lasttoken", "cached", ("tp2+z3+rc:64",)),
     ("llama_gqa_bias", "right", "", "ranks", ("dp2:16,tp2:64",)),
 )
+FAST_4 = (("llama_gqa_bias", "left", "cls", "pairs", ("dp4:16,cp2tp2+sp:64",)),)
 WIDE = tuple(
     (family, side, pooling, loss, ("dp2:64", "tp2:64", "pp2+v2:64", "cp2:64", "dp2+z3:64", "cp2+ck9+rc:64", "dp2:16,tp2+sp:64"))
     for family, side, pooling, loss in (
         ("llama_gqa_bias", "right", "weightedmean", "pairs"),
         ("gemma2_soft_caps", "left", "mean", "cached"),
         ("qwen3_qk_norm_tied", "left", "max", "sizes"),
+        ("mistral", "right", "mean_sqrt_len_tokens", "pairs"),
         ("qwen3_qk_norm_tied", "right", "", "ranks"),
     )
 )  # fmt: skip
+WIDE_4 = tuple(
+    (family, side, pooling, loss, ("dp4:64", "dp2tp2+z3:64", "cp2tp2+sp:64", "tp2pp2+ck9:64", "dp2pp2+v2+rc:64", "dp4:8,dp2cp2:16,tp4:64"))
+    for family, side, pooling, loss in (
+        ("qwen3_qk_norm_tied", "left", "lasttoken", "pairs"),
+        ("llama_gqa_bias", "right", "mean", "cached"),
+        ("gemma2_soft_caps", "left", "weightedmean", "sizes"),
+        ("llama_gqa_bias", "right", "", "ranks"),
+    )
+)  # fmt: skip
+WIDTH = 32  # of the hidden states
 
 
 def trainer_of(
@@ -97,26 +111,41 @@ def of_cases(rank: int, world: int, folder: str, cases: Any, plain: bool) -> Any
             place = f"{folder}/{number}"
             trainer = trainer_of(world, f"{place}/out{pool}", *made(place, pooling, kind), pool)
             with exact_in_double(torch.float64):
-                results[number, pool] = trained(trainer)
+                weights, losses = trained(trainer)
+            report = None if plain else trainer.last_report
+            results[number, pool] = weights, losses, report and (report.numbers_bytes, report.seeds_bytes)
             assert plain or trainer.engine is not None
     return results
 
 
-@pytest.mark.parametrize("cases", [FAST, *(pytest.param((case,), marks=pytest.mark.slow) for case in WIDE)])
-def test_weights_are_those_of_one_process_with_the_whole_batch(cases, tmp_path):
+def most_bytes(pooling: str, kind: str, pool: str) -> float:
+    """Of the values of all rows of a step, if each goes once from the ranks that make it to the one that has the row."""
+    if pooling == "max" or kind == "ranks":  # values of all tokens go
+        return float("inf")
+    return 8 * 3 * WIDTH * 8 * (2 if "cp" in pool else 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, FAST), (4, FAST_4)]
+    + [pytest.param(2, (case,), marks=pytest.mark.slow) for case in WIDE]
+    + [pytest.param(4, (case,), marks=pytest.mark.slow) for case in WIDE_4],
+)
+def test_weights_are_those_of_one_process_with_the_whole_batch(world, cases, tmp_path):
     from tests.chains import saved
 
     for number, (family, side, _, kind, _) in enumerate(cases):
         saved(f"{tmp_path}/{number}", family, side, labels=int(kind == "ranks"))
     (one,) = run_ranks(1, of_cases, str(tmp_path), cases, True, timeout=200)
-    results, *_ = run_ranks(2, of_cases, str(tmp_path), cases, False, timeout=400)
+    results, *_ = run_ranks(world, of_cases, str(tmp_path), cases, False, timeout=500)
     assert len(results) == sum(len(case[-1]) for case in cases)
-    for (number, pool), (weights, losses) in results.items():
-        expected, expected_losses = one[number, None]
+    for (number, pool), (weights, losses, sent) in results.items():
+        expected, expected_losses, _ = one[number, None]
         assert weights.keys() == expected.keys()
         assert losses == pytest.approx(expected_losses, rel=1e-6)
         error = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
         assert error < 1e-11, (cases[number], pool, error)
+        assert 0 < max(sent) <= most_bytes(*cases[number][2:4], pool), (cases[number], pool, sent)
 
 
 def of_a_rank(rank: int, world: int, folder: str, pool: str | None) -> Any:
@@ -172,6 +201,29 @@ def test_an_evaluator_and_the_saved_folder_have_current_weights(tmp_path):
     loaded = SentenceTransformer(f"{tmp_path}/saved", device="cpu", model_kwargs={"dtype": torch.float64}).state_dict()
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
+
+
+def test_no_rank_has_a_table_of_all_tokens(tmp_path):
+    from tests.chains import embedder, saved
+
+    folder = saved(f"{tmp_path}/0", "llama_gqa_bias")
+    for pooling in ("mean", "max"):
+        chain = embedder(folder, pooling)
+        features = chain.preprocess(["w5 w6 w7 w8 w9 w10", "w11"])
+        assert features["input_ids"].shape == (2, 6)
+        with torch.no_grad(), exact_in_double(torch.float64):
+            expected = chain.eval()(dict(features))["sentence_embedding"]
+        switched = SwitchedModel(chain, parse_buckets("dp1:64"), logit_bytes=2 * WIDTH * 8).eval()
+        with torch.no_grad(), exact_in_double(torch.float64):
+            if pooling == "max":  # which needs one
+                with pytest.raises(HotspaError, match="the limit is 512"):
+                    switched(dict(features))
+            else:
+                out = switched(dict(features))
+                assert float((out["sentence_embedding"] - expected).abs().max()) < 1e-11
+                with pytest.raises(HotspaError, match="token_embeddings of an embedder are read, and only pooled"):
+                    out["token_embeddings"].sum()
+        switched.close()
 
 
 @pytest.mark.parametrize(

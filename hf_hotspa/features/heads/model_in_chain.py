@@ -1,4 +1,8 @@
-"""The transformers model in a chain of modules, such as an embedder's or a ranker's of sentence-transformers."""
+"""The transformers model in a chain of modules, such as an embedder's or a ranker's of sentence-transformers.
+
+If the library's pooling follows directly on a base, the ranks that compute hidden states pool them. The base is then said to
+have returned one token for each row, of which any of the library's poolings is this token.
+"""
 
 from functools import cache
 from typing import Any
@@ -9,16 +13,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_hotspa.features.heads.pooling import FIRST, LAST, LATER, MEAN, ROOT, Pooling
+from hf_hotspa.features.heads.token_heads import Mark
+
+_KINDS = {"mean": MEAN, "lasttoken": LAST, "cls": FIRST, "mean_sqrt_len_tokens": ROOT, "weightedmean": LATER}
+_OF_TOKENS = "token_embeddings"
+
 
 class _BaseAlone:
-    """Mixin: a base of transformers without a head as a model, which returns its hidden states."""
+    """Mixin: a base of transformers without a head as a model, which returns its hidden states, or pools them."""
 
     base_model_prefix = "model"
     _kind: type[PreTrainedModel]
+    pooling: str
 
     def __init__(self, config: PreTrainedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         self.called = "model"  # what a chain calls
+        self.pool = Pooling(self.pooling) if self.pooling else None
         if base is None:
             self.model = self._kind(config)
             self.post_init()  # type: ignore[attr-defined]
@@ -30,14 +42,40 @@ class _BaseAlone:
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **more: object
     ) -> BaseModelOutput:
+        """With a pooling, one hidden state for each row: [B, 1, h]."""
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **more).last_hidden_state
-        return BaseModelOutput(last_hidden_state=hidden)
+        return BaseModelOutput(
+            last_hidden_state=hidden if self.pool is None else self.pool(hidden, attention_mask)[:, None]
+        )
+
+    def of_chain(self, out: object) -> object:
+        """What a call of the chain returns: without the hidden states of tokens, if only pooled ones are here."""
+        if self.pool is not None and isinstance(out, dict) and isinstance(out.get(_OF_TOKENS), Tensor):
+            out[_OF_TOKENS] = mark = Mark.make(out[_OF_TOKENS].detach(), ())
+            mark.use, mark.fix = f"{_OF_TOKENS} of an embedder are read, and only pooled ones exist here", _FIX
+        return out
+
+
+_FIX = "use sentence_embedding, or put a module between the Transformer and its Pooling, such as torch.nn.Identity()"
 
 
 @cache
-def _alone(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _alone(kind: type[PreTrainedModel], pooling: str) -> type[PreTrainedModel]:
     family = next(c for c in kind.__mro__[1:] if issubclass(c, PreTrainedModel))
-    return type(kind.__name__, (_BaseAlone, family), {"__module__": __name__, "_kind": kind})
+    return type(kind.__name__, (_BaseAlone, family), {"__module__": __name__, "_kind": kind, "pooling": pooling})
+
+
+def _pooling_of(chain: nn.Module) -> str:
+    """The kind of pooling that reads the hidden states of a chain's base, and alone does; empty if something else may."""
+    base, pool = [*chain.children(), None, None][:2]
+    library = "sentence_transformers."
+    if not all(type(part).__module__.startswith(library) for part in (chain, base, pool)):
+        return ""
+    kinds = type(base).__name__, type(pool).__name__
+    if kinds != ("Transformer", "Pooling") or base.module_output_name != _OF_TOKENS or not pool.include_prompt:  # type: ignore[union-attr]
+        return ""
+    mode = pool.pooling_mode  # type: ignore[union-attr]
+    return _KINDS.get(mode, "") if isinstance(mode, str) else ""
 
 
 _IN_CHAINS = WeakKeyDictionary[nn.Module, Any]()  # not in the chain, which users copy and pickle
@@ -57,7 +95,7 @@ def find(chain: nn.Module) -> tuple[Any, str] | None:
     above, _, last = name.rpartition(".")
     if last != "model":
         return None
-    made = _IN_CHAINS.get(chain)
-    if made is None or made.model is not model:
-        made = _IN_CHAINS[chain] = _alone(type(model))(model.config, model)  # type: ignore[arg-type]
+    made, pooling = _IN_CHAINS.get(chain), _pooling_of(chain)
+    if made is None or made.model is not model or made.pooling != pooling:
+        made = _IN_CHAINS[chain] = _alone(type(model), pooling)(model.config, model)  # type: ignore[arg-type]
     return made, f"{above}." if above else ""

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import TransformersKwargs
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.features.heads.pooling import MEAN, Pooling
+from hf_hotspa.features.heads.pooling import Pooling, shares
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
 from hf_hotspa.parallel.wrapped_model import bare_model
@@ -62,6 +62,8 @@ class Mark(Tensor):
     """Stands for hidden states [B, L, h] in the model's own forward, or for what modules without weights make of them."""
 
     path: tuple[str, ...]  # the modules that have been called, from the hidden states on
+    use = "the forward of the model uses hidden states by itself"  # what is wrong if anything reads it
+    fix = _FIX
 
     @staticmethod
     def make(like: Tensor, path: tuple[str, ...]) -> "Mark":
@@ -80,8 +82,9 @@ class Mark(Tensor):
                 return func(*args, **cast(dict[str, object], kwargs or {}))
             if name == "to" and args[1:] and args[1] in (args[0].dtype, args[0].device):
                 return args[0]
-        error = _UsedError(f"the forward of the model uses hidden states by itself ({name})", fix=_FIX)
-        error.path = next(each.path for each in tree_leaves((args, kwargs)) if isinstance(each, Mark))
+        mark = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Mark))
+        error = _UsedError(f"{mark.use} ({name})", fix=mark.fix)
+        error.path = mark.path
         raise error
 
 
@@ -194,11 +197,7 @@ class TokenHeads:
     def factors(self, length: int, positions: slice) -> Tensor | None:
         """See `Readout.factors`."""
         pooling = self.heads[0].pooling
-        if not pooling:
-            return None
-        if pooling == MEAN:
-            return torch.full((positions.stop - positions.start,), 1.0 / length, dtype=torch.float64)
-        return (torch.arange(positions.start, positions.stop) == length - 1).double()
+        return shares(pooling, torch.arange(positions.start, positions.stop), length) if pooling else None
 
     def reader(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Maps hidden states [1, t, h] to [1, t, width]; each module of a chain runs once."""
