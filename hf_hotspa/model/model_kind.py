@@ -27,7 +27,7 @@ from hf_hotspa.model.layer_kind import LayerKind
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
-from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, is_wrapped, replaced_modules, unwrapped_modules
+from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped, replaced_modules, unwrapped_modules
 from hf_hotspa.seam import hooks
 
 _FIX = (
@@ -207,21 +207,6 @@ def other_half(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The parameters that text does not train, by name."""
     is_of_text = of_text(model)
     return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not is_of_text(name)}
-
-
-def refuse_idle_adapters(model: nn.Module) -> None:
-    """Rejects adapters in the other half of a multimodal model. Raises `UnsupportedError`: naming the first."""
-    if not isinstance(model, PreTrainedModel):
-        return
-    is_of_text = of_text(model)
-    idle = [name for name, m in model.named_modules() if base_layer(m) is not m and not is_of_text(name)]
-    if idle:
-        language = (text_base(model) or "").replace(".", "[.]")
-        raise UnsupportedError(
-            f"{len(idle)} layers with adapters are not in the language model, the first {idle[0]!r}",
-            why="rows of text do not train them",
-            fix=f"name modules of the language model only: target_modules=r'{language}.*[.](q_proj|v_proj)'",
-        )
 
 
 def keep_text(model: PreTrainedModel) -> None:

@@ -29,7 +29,6 @@ from hf_hotspa.model.model_kind import (
     of_text,
     readout_of,
     refuse_dropout,
-    refuse_idle_adapters,
     refuse_other_models,
     refuse_own_attention,
     text_base,
@@ -43,7 +42,7 @@ from hf_hotspa.model_shape import ModelShape, pair_layers
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
-from hf_hotspa.parallel.wrapped_model import bare_model, plain_name, plain_parameters
+from hf_hotspa.parallel.wrapped_model import plain_name, plain_parameters
 from hf_hotspa.seam import hooks
 
 _RANDOM_ROUTERS = {"phimoe"}
@@ -222,9 +221,11 @@ class _Structure:
 
     @cached_property
     def packed(self) -> dict[str, PackedLayer]:
+        is_of_text = of_text(self.model)
         packed = {
             self.beside(f"{name}.{layer.leaf}")[0].removesuffix(f".{layer.leaf}"): layer
             for name, layer in packed_layers(self.model, self.compute_dtype).items()
+            if is_of_text(name)
         }
         ends = (name for name in packed if name in (self.input_embedding, self.head) or self.is_behind(name))
         end = next(ends, None)
@@ -305,7 +306,6 @@ def describe_model(
 ) -> ModelDescription:
     """Reads everything the engine needs from a model. Does not change the model or copy tensors. Raises `ModelError`:
     its structure cannot be laid out. Raises `UnsupportedError`: its config asks for something that cannot be exact."""
-    refuse_idle_adapters(bare_model(model)[0])
     bare, prefix, added = unwrap(model)
     refuse_other_models(model)
     refuse_inexact(bare.config)

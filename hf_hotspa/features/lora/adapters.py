@@ -23,17 +23,18 @@ imported only when a model uses it.
 import copy
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.exchanges import set_class
 from hf_hotspa.features.lora.expert_deltas import ExpertDelta, mend_wrappers
-from hf_hotspa.model.model_kind import INPUTS, NEITHER, OUTPUTS
+from hf_hotspa.model.model_kind import INPUTS, NEITHER, OUTPUTS, text_base
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.tensor_plan import is_fused
 from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, is_wrapped, place_inside
@@ -127,6 +128,8 @@ class Adapters:
         """Puts the LoRA layers, on the meta device, into a model freshly built by its class from its config."""
         from peft import inject_adapter_in_model
 
+        if not self.inside:  # adapters are only on what no replica has
+            return
         for name, given in self.configs.items():
             vars(model).pop("peft_config", None)  # of the one before, of which PEFT would warn
             config = copy.deepcopy(given)  # injection writes the target modules that it matched into it
@@ -193,14 +196,16 @@ def read_adapters(model: nn.Module) -> Adapters | None:
     trained = _trained(model)
     _refuse_idle(model, trained)
     bare = bare_model(model)[0]
-    wrappers = {path: module for path, module in bare.named_modules() if is_of_parameter(module)}
+    of_replicas = _of_replicas(bare)
+    wrappers = {path: module for path, module in of_replicas.items() if is_of_parameter(module)}
     parameters = {path: module.parameter_name for path, module in wrappers.items()}
     if any(is_parametrized(base_layer(module)) for module in wrappers.values()):
         mend_wrappers(wrappers.values())
-    inside = {path: place for path, module in bare.named_modules() if (place := place_inside(module)) is not None}
+    inside = {path: place for path, module in of_replicas.items() if (place := place_inside(module)) is not None}
     if len(configs) > 1:
         _refuse_other_neighbours(bare, configs)
-    replicated = {name: _for_replicas(config) for name, config in configs.items()}
+    tops = {path.rpartition(".")[2] for path, place in inside.items() if place.startswith("modules_to_save.")}
+    replicated = {name: _for_replicas(config, tops) for name, config in configs.items()}
     scalings, packed = _scalings(bare), packed_layers(bare)
     around = {path: packed.get(f"{path}.{place}") for path, place in inside.items() if path in scalings}
     classes = {path: layer.adapter_class() for path, layer in around.items() if layer is not None}
@@ -214,8 +219,23 @@ def _refuse_options(config: "LoraConfig") -> None:
             raise UnsupportedError(f"the LoRA config has {option}={value!r}", why=why, fix=fix)
 
 
-def _for_replicas(given: "LoraConfig") -> "LoraConfig":
+def _of_replicas(bare: nn.Module) -> dict[str, nn.Module]:
+    """The modules that replicas have; adapters on the other half of a multimodal model run in the object itself."""
+    if not isinstance(bare, PreTrainedModel) or (base := text_base(bare)) is None:
+        return dict(bare.named_modules())
+    outer = f"{base.partition('.')[0]}."
+    return {
+        path: module
+        for path, module in bare.named_modules()
+        if not path.startswith(outer) or f"{path}.".startswith(f"{base}.")
+    }
+
+
+def _for_replicas(given: "LoraConfig", copied: Collection[str]) -> "LoraConfig":
+    """`copied`: the last parts of the names of modules of replicas that have trained copies."""
     config = _plain(given)
+    if config.modules_to_save is not None:
+        config.modules_to_save = [name for name in config.modules_to_save if name.rpartition(".")[2] in copied] or None
     config.init_lora_weights = False  # the values come from the model; inits such as PiSSA read the base weights
     config.inference_mode = False
     return config
@@ -331,7 +351,7 @@ def _scalings(bare: nn.Module) -> dict[str, dict[str, float]]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     scalings, packed = dict[str, dict[str, float]](), packed_layers(bare)
-    for path, module in bare.named_modules():
+    for path, module in _of_replicas(bare).items():
         if isinstance(module, AuxiliaryTrainingWrapper):
             _refuse_other_copies(bare, path, module, packed)
         if not isinstance(module, BaseTunerLayer) or path.endswith(".token_adapter"):
