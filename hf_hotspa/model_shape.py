@@ -39,6 +39,7 @@ class ModelShape:
     head_norms: bool = False  # whether queries and keys are normed
     # the share of layers whose attention compares pairs of tokens; the others keep a state of constant size
     pair_layers: float = 1.0
+    both_ways: bool = False  # whether tokens also see later ones (encoders)
     outputs: int = 0  # numbers of a token that the head makes, on every rank of tp; 0 for the vocabulary's logits
 
     def head_rows(self, tp: int) -> int:
@@ -81,13 +82,13 @@ class ModelShape:
 
     @property
     def quadratic_cost(self) -> float:
-        """Cost of a causal attention pair relative to the linear cost of a token.
+        """Cost of an attention pair, twice a causal one if tokens see both sides, relative to the linear cost of a token.
 
         One layer and a sequence of l tokens need, forward, `2 P l` FLOP in matrix products (P parameters that compute a
         token) and `2 l^2 a` in causal attention (a = attention width): the cost is proportional to `l + (a / P) l^2`,
         the latter in the layers that compare pairs.
         """
-        return self.pair_layers * self.attention_size / max(self.active_parameters, 1)
+        return (1 + self.both_ways) * self.pair_layers * self.attention_size / max(self.active_parameters, 1)
 
 
 def pair_layers(layer_types: Sequence[object]) -> float:

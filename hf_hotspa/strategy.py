@@ -289,6 +289,10 @@ class Strategy:
             (self.sp, model.sp_unsupported_reason),
             (self.ck, model.ck_unsupported_reason),
             (self.cp > 1, model.cp_unsupported_reason),
+            (
+                self.cp > 1 and model.both_ways and heads % (tp * self.cp),
+                f"tokens also see later ones, so cp divides heads, and {tp * self.cp} does not divide the {heads} heads",
+            ),
             (self.rc, model.rc_unsupported_reason),
             (self.z, model.z_unsupported_reason),
             (ep > 1, model.ep_unsupported_reason),

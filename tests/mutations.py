@@ -33,6 +33,7 @@ ENGINE, UNIT = "tests/gloo/test_engine.py::", "tests/unit/"
 HOT = "tests/gloo/test_fuzz.py::test_draws_are_exact_or_refused_by_name[strategies-4]"
 CLIP = ENGINE + "test_clipping_counts_tied_weights_once"
 ALONE = ENGINE + "test_one_process_runs_the_same_path"
+HEADS = "tests/gloo/test_token_heads.py::test_losses_predictions_and_gradients_are_those_of_the_plain_model["
 LORA = "tests/gloo/test_lora.py::"
 FAULTS = "tests/gloo/test_fuzz_faults.py::test_a_fault_is_found_by_a_fuzzer"
 
@@ -297,9 +298,23 @@ MUTATIONS = [
     Mutation(
         "the mask of a slice begins at its first key",
         "hf_hotspa/parallel/fused_attention.py",
-        "places[keys - queries :, None]",
-        "places[:queries, None]",
+        "distance = torch.arange(queries.start, queries.stop, device=device)[:, None]",
+        "distance = torch.arange(keys.start, keys.start + queries.stop - queries.start, device=device)[:, None]",
         UNIT + "test_fused_attention.py",
+    ),
+    Mutation(
+        "windows of an encoder reach to one side",
+        "hf_hotspa/parallel/fused_attention.py",
+        "distance = distance.abs()",
+        "distance = distance + 0",
+        HEADS + "2-cases0]",
+    ),
+    Mutation(
+        "a causal mask is left in an encoder",
+        "hf_hotspa/parallel/attention.py",
+        'not getattr(module, "is_causal", True),',
+        "False,",
+        HEADS + "2-cases0]",
     ),
     Mutation(
         "keys and values of a chunk have no gradients of later chunks",

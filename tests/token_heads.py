@@ -9,8 +9,12 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    BertConfig,
     BitsAndBytesConfig,
+    Gemma3TextConfig,
     MistralConfig,
+    ModernBertConfig,
+    RobertaConfig,
 )
 from transformers.models.llama import LlamaModel, LlamaPreTrainedModel
 
@@ -25,6 +29,19 @@ MISTRAL = {
     "vocab_size": 163, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 7, "max_position_embeddings": 256,
 }  # fmt: skip
+
+
+_ENCODER = {**MISTRAL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_key_value_heads": 4}
+ENCODERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "modernbert": (ModernBertConfig, {**_ENCODER, "local_attention": 8, "norm_bias": True, "attention_bias": True}),
+    "embeddinggemma": (
+        Gemma3TextConfig,
+        {**MISTRAL, "sliding_window": 8, "sliding_window_pattern": 2, "use_bidirectional_attention": True},
+    ),
+    "bert": (BertConfig, {**_ENCODER, "type_vocab_size": 2}),
+    "roberta": (RobertaConfig, _ENCODER),
+}
+"""Families whose tokens see both sides: windows (on each side: 4 tokens and 4), positions by rotation, by table, or counted."""
 
 
 class TwoRewards(LlamaPreTrainedModel):
@@ -86,7 +103,11 @@ OWN = {"own": TwoRewards, "embed": Embedder, "embed mean": MeanEmbedder, "embed 
 
 def headed(family: str, kind: str, labels: int, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """A tiny model of a family with random norms, and a head of so many labels."""
-    config = MistralConfig(**MISTRAL) if family == "mistral" else copy.deepcopy(tiny_model(family, dtype).config)
+    config: Any
+    if family in ENCODERS:
+        config = ENCODERS[family][0](**ENCODERS[family][1])
+    else:
+        config = MistralConfig(**MISTRAL) if family == "mistral" else copy.deepcopy(tiny_model(family, dtype).config)
     config.update({"pad_token_id": PAD, "num_labels": labels, "classifier_dropout": 0.0, **changes})
     torch.manual_seed(1)
     attention = {"attn_implementation": "eager" if family.startswith("gemma2") else "sdpa"}

@@ -6,7 +6,7 @@ The cp method is one of three:
   (Jacobs et al., 2023, "DeepSpeed Ulysses"). Any attention. The query heads of a rank must be a multiple of cp;
   key/value heads are repeated if fewer.
 * `allgather`: keys and values of cut sequences are gathered, and again in the backward pass; their gradients are summed
-  on the ranks that own the tokens. Any attention and any heads.
+  on the ranks that own the tokens. Any causal attention and any heads.
 * `ring`: keys and values travel from neighbour to neighbour during computation, and partial results are merged by the
   logarithms of their sums (Liu et al., 2023, "Ring Attention"). Full attention with plain scores, on CPU.
 
@@ -67,7 +67,10 @@ def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
     """Returns the cp method of a strategy. Raises `StrategyError`: the requested method cannot run the model. `way`:
     one of `WAYS`; `auto` moves the least: `ulysses` if heads can be divided and each key/value head has few enough
     query heads, otherwise `allgather`."""
-    reasons = {ULYSSES: ulysses_unsupported_reason(strategy, shape), RING: shape.ring_unsupported_reason, GATHER: None}
+    later = "tokens also see later ones, and each rank has the keys before its tokens" if shape.both_ways else None
+    reasons = {ULYSSES: ulysses_unsupported_reason(strategy, shape), RING: shape.ring_unsupported_reason, GATHER: later}
+    if way == AUTO and shape.both_ways:
+        way = ULYSSES
     if way == AUTO:
         heads = local_heads(strategy, shape)
         if heads is None or reasons[ULYSSES]:
@@ -77,7 +80,8 @@ def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
         raise StrategyError(
             f"strategy {strategy} cannot use the cp method {way!r}",
             why=why,
-            fix=f"leave hotspa_context_parallel (EngineOptions.context_parallel) at {AUTO!r}, or use {GATHER!r}",
+            fix=f"leave hotspa_context_parallel (EngineOptions.context_parallel) at {AUTO!r}, or use "
+            + repr(ULYSSES if shape.both_ways else GATHER),
         )
     return way
 

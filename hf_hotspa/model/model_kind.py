@@ -51,9 +51,8 @@ def refuse_other_models(model: nn.Module) -> None:
         )
     if why := _other_kind(bare):
         raise ModelError(f"{type(bare).__name__} is not a causal language model", why=why, fix=_FIX)
-    attending = filter(calls_attention, _modules_of_text(bare))
-    other = next((type(m).__name__ for m in attending if not getattr(m, "is_causal", True)), None)
-    if other is not None:
+    other = next((type(m).__name__ for m in _attentions(bare) if not getattr(m, "is_causal", True)), None)
+    if other is not None and not attends_both_ways(bare):
         raise UnsupportedError(
             f"{other} of {type(bare).__name__} is attention that is not causal",
             why="it sees later tokens, or attends to layers instead of tokens, which packs would mix",
@@ -76,6 +75,16 @@ def refuse_other_models(model: nn.Module) -> None:
             why="there is no loss scaling, without which small gradients vanish in float16",
             fix="load it with dtype=torch.float32, or dtype=torch.bfloat16 and bf16=True",
         )
+
+
+def _attentions(model: PreTrainedModel) -> list[nn.Module]:
+    return list(filter(calls_attention, _modules_of_text(model)))
+
+
+def attends_both_ways(model: PreTrainedModel) -> bool:
+    """Whether every token of a row sees all others, earlier and later ones: all attention says so, and no next token is predicted."""
+    attentions = _attentions(model)
+    return bool(attentions) and all(not getattr(m, "is_causal", True) for m in attentions) and bool(readout_of(model))
 
 
 def _modules_of_text(model: PreTrainedModel) -> list[nn.Module]:

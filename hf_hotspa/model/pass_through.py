@@ -39,8 +39,8 @@ _SHARED_STATE = ("num_kv_shared_layers",)
 class PassThrough(nn.Module):
     """Replaces a layer or norm of another stage: returns its hidden state."""
 
-    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return hidden
+    def forward(self, hidden: Tensor | None = None, *args: object, **kwargs: Tensor) -> Tensor:
+        return kwargs["inputs_embeds"] if hidden is None else hidden
 
 
 def take_hidden_state(base: PreTrainedModel, embeddings: tuple[str, ...]) -> None:

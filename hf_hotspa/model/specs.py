@@ -25,6 +25,7 @@ from hf_hotspa.model.model_kind import (
     OUTPUTS,
     AddedModules,
     Readout,
+    attends_both_ways,
     attention_dropouts,
     of_text,
     readout_of,
@@ -39,7 +40,7 @@ from hf_hotspa.model.packed_layer import PackedLayer, packed_layers
 from hf_hotspa.model.pass_through import order_unsupported_reason, stage_unsupported_reason
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, experts_per_token, fused_experts, head_counts
 from hf_hotspa.model_shape import ModelShape, pair_layers
-from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends
+from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends, window_of
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
 from hf_hotspa.parallel.wrapped_model import plain_name, plain_parameters
@@ -208,6 +209,10 @@ class _Structure:
         """The modules in layers that use the attention interface."""
         return [m for layer in self.decoder_layers.values() for m in layer.modules() if calls_attention(m)]
 
+    @cached_property
+    def both_ways(self) -> bool:
+        return attends_both_ways(self.model)
+
     @property
     def layer_prefixes(self) -> tuple[str, ...]:
         return tuple(f"{self.base}.{name}." for name in self.layers)
@@ -312,6 +317,7 @@ def describe_model(
     refuse_own_attention(bare)
     structure = _structure(bare, prefix, added, compute_dtype)
     refuse_hidden_rope(bare.config, structure.base_model, [f"{name}." for name in structure.layers])
+    _refuse_unpacked_encoder(structure)
     packed, plan, counts_from, kinds = structure.packed, structure.plan, structure.counts_from, structure.kinds
     auxiliary = auxiliary_layers(bare, if_asked=False)
     refuse_dropout(bare, list(structure.decoder_layers.values()), kinds, attention_dropout)
@@ -345,6 +351,15 @@ def describe_model(
         packed=packed,
         readout=structure.readout,
     )
+
+
+def _refuse_unpacked_encoder(structure: _Structure) -> None:
+    if structure.both_ways and any(kind.alone for kind in structure.kinds):
+        raise UnsupportedError(
+            f"the layers of {structure.text.model_type} are given masks, and their tokens see later ones",
+            why="they are given one sequence of a pack at a time, with a causal mask",
+            fix="train an encoder whose attention gets its window as an argument (ModernBERT, EmbeddingGemma, BERT)",
+        )
 
 
 def auxiliary_layers(model: PreTrainedModel, if_asked: bool) -> int:
@@ -384,6 +399,7 @@ def _shape(structure: _Structure) -> ModelShape:
         head_norms=any("q_norm" in spec.name.split(".") for spec in vector.specs),
         outputs=structure.readout.width if structure.readout is not None else 0,
         pair_layers=pair_layers(layer_types(model.config)),
+        both_ways=structure.both_ways,
     )
 
 
@@ -545,6 +561,8 @@ def _no_cuts(structure: _Structure, how: str) -> str | None:
 
 def _no_chunks(structure: _Structure) -> str | None:
     family = structure.text.model_type
+    if structure.both_ways:
+        return f"the tokens of {family} also see later ones, so sequences cannot be {CHUNKS}"
     if structure.counts_from is not None:
         return f"the embedding of {family} counts the tokens before a token, so sequences cannot be {CHUNKS}"
     twice = next((module for module in structure.attentions if num_attends(module) > 1), None)
@@ -588,15 +606,14 @@ def _no_ring(structure: _Structure, drops: bool) -> str | None:
     for module in structure.attentions:
         names = names_in_forward(module)
         cap = getattr(module, "attn_logit_softcapping", None)
-        # some forwards read it from the config at each call
-        owner = module if hasattr(module, "sliding_window") or "sliding_window" not in names else module.config
-        window = getattr(owner, "sliding_window", None)
+        window = window_of(module)
         widths = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
         for is_there, what in (
             (window is not None, f"a sliding window of {window} tokens"),
             (cap is not None and "softcap" in names, f"a cap of {cap} on its scores"),
             ("s_aux" in names, "sinks"),
             (drops, "dropout of its probabilities"),
+            (structure.both_ways, "keys on both sides of a token"),
             (None not in widths and widths[0] != widths[1], "values of another width than its keys"),
         ):
             if is_there:

@@ -1,5 +1,7 @@
 """Attention over packed rows: every sequence of a pack sees only itself, at the cost of the sum of squared lengths.
 
+A position sees the tokens before it; in a module that is not causal (`is_causal`, encoders) also those after it.
+
 Transformers calls it from a family's own attention module by its registered name `ATTENTION`. The sequences of the pack arrive
 as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask of a whole pack is ever built. A
 sequence may continue one that began outside the row: its queries then also see the keys of its `Prefix`, and the mask is aligned
@@ -47,7 +49,9 @@ from hf_hotspa.parallel.fused_attention import (
     attend_by,
     attend_with_prefix,
     gradient_of_sinks,
+    hidden_pairs,
     kernel_takes,
+    seen_keys,
     with_sinks,
 )
 
@@ -70,21 +74,24 @@ class Scores:
     """How the products of queries and keys become scores and probabilities."""
 
     scaling: float  # factor on the products
-    sliding_window: int | None = None  # tokens that a position sees, itself included; all before it when None
+    sliding_window: int | None = None  # tokens that a position sees on one side, itself included; all when None
     softcap: float | None = None  # scores become `softcap * tanh(scores / softcap)` when given
     dropout: AttentionDropout | None = None  # dropout of the probabilities; None for none
+    both_ways: bool = False  # whether positions also see later tokens
 
 
 @dataclass(frozen=True)
 class _Block:
     """Queries `[first, last)` of sequence `index`, counted from its first one in the row, and its keys `[low, high)`.
 
-    In the row, the sequence's queries begin at `query_start` and its keys at `key_start`; the last query sees the last key.
+    In the row, the sequence's queries begin at `query_start` and its keys at `key_start`, `before` of which precede its first
+    query.
     """
 
     index: int
     query_start: int
     key_start: int
+    before: int
     first: int
     last: int
     low: int
@@ -98,14 +105,13 @@ class _Block:
     def keys(self) -> slice:
         return slice(self.key_start + self.low, self.key_start + self.high)
 
-    def hidden(self, window: int | None, device: torch.device) -> Tensor:
+    def hidden(self, scores: Scores, device: torch.device) -> Tensor:
         """bool [queries, keys]: the keys that a query may not see."""
-        own = torch.arange(self.high - (self.last - self.first), self.high, device=device)
-        distance = own[:, None] - torch.arange(self.low, self.high, device=device)
-        return distance < 0 if window is None else (distance < 0) | (distance >= window)
+        places = slice(self.before + self.first, self.before + self.last)
+        return hidden_pairs(places, slice(self.low, self.high), scores.sliding_window, scores.both_ways, device)
 
 
-def _blocks(lengths: SequenceLengths, heads: int, window: int | None, device: torch.device) -> Iterator[_Block]:
+def _blocks(lengths: SequenceLengths, heads: int, scores: Scores, device: torch.device) -> Iterator[_Block]:
     most = BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS["cuda"])
     query_start = key_start = 0
     for index, (length, key_length) in enumerate(lengths):
@@ -113,8 +119,9 @@ def _blocks(lengths: SequenceLengths, heads: int, window: int | None, device: to
         before = key_length - length
         for first in range(0, length, rows):
             last = min(first + rows, length)
-            low = 0 if window is None else max(0, before + first - window + 1)
-            yield _Block(index, query_start, key_start, first, last, low, before + last)
+            places = slice(before + first, before + last)
+            seen = seen_keys(places, key_length, scores.sliding_window, scores.both_ways)
+            yield _Block(index, query_start, key_start, before, first, last, seen.start, seen.stop)
         query_start += length
         key_start += key_length
 
@@ -133,7 +140,7 @@ def _probabilities(
     logits = products.view(heads, block.last - block.first, block.high - block.low)
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    logits = logits.masked_fill(block.hidden(scores.sliding_window, query.device), torch.finfo(logits.dtype).min)
+    logits = logits.masked_fill(block.hidden(scores, query.device), torch.finfo(logits.dtype).min)
     # stock eager attention computes the softmax in fp32; a wider dtype is kept
     wide = torch.promote_types(logits.dtype, torch.float32)
     if sinks is None:
@@ -159,14 +166,14 @@ def _factor(block: _Block, dropout: AttentionDropout | None, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class ExplicitAttention(AttentionKernel):
-    """Causal attention inside each sequence of a packed row, by any scores, on any device."""
+    """Attention inside each sequence of a packed row, by any scores, on any device."""
 
     lengths: SequenceLengths
     scores: Scores
 
     def _blocks(self, query: Tensor) -> Iterator[_Block]:
         heads = query.shape[1]
-        return _blocks(self.lengths, heads, self.scores.sliding_window, query.device) if heads else iter(())
+        return _blocks(self.lengths, heads, self.scores, query.device) if heads else iter(())
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, None]:
         (_, heads, length, _), groups, scores = query.shape, query.shape[1] // max(key.shape[1], 1), self.scores
@@ -256,10 +263,11 @@ class AttentionCall:
     """A family's arguments beside queries, keys and values; see `packed_attention`."""
 
     scaling: float | None  # factor on the scores; 1 / sqrt(D) when None
-    sliding_window: int | None  # tokens that a position sees, itself included; all before it when None
+    sliding_window: int | None  # tokens that a position sees on one side, itself included; all when None
     softcap: float | None  # scores become `softcap * tanh(scores / softcap)` when given
     sinks: Tensor | None  # [H] further scores, which take part in the softmax and add no value
     dropout: float  # the probability of dropping attention probabilities; 0 if the module is not trained
+    both_ways: bool = False  # whether positions also see later tokens
 
     @property
     def is_fusable(self) -> bool:
@@ -278,7 +286,7 @@ class AttentionCall:
     def scores(self, module: nn.Module, query: Tensor, pack: "PackedSequences") -> Scores:
         scaling = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
         dropped = _dropout_of(module, self.dropout, pack, query.shape[1]) if self.dropout else None
-        return Scores(scaling, self.sliding_window, self.softcap, dropped)
+        return Scores(scaling, self.sliding_window, self.softcap, dropped, self.both_ways)
 
 
 DropsAttention = Callable[[nn.Module, float, int, "PackedSequences"], AttentionDropout]
@@ -392,6 +400,15 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
     return frozenset((*code.co_names, *keywords))
 
 
+def window_of(module: nn.Module) -> int | None:
+    """The window that a module gives the interface; None for none."""
+    if "sliding_window" not in names_in_forward(module):
+        return None
+    # some forwards read it from the config at each call
+    owner: object = module if hasattr(module, "sliding_window") else module.config
+    return getattr(owner, "sliding_window", None)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,  # [1, H, T, D]
@@ -403,7 +420,7 @@ def packed_attention(
     dropout: float = 0.0,  # the probability of dropping attention probabilities in training
     **given: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of a packed row. Returns [1, T, H, D] and None (no attention weights).
+    """Attention inside each sequence of a packed row. Returns [1, T, H, D] and None (no attention weights).
     Raises `ModelError`: the family passes something that this attention does not support, or does not pass the pack on.
     `given`: the fields of `AttentionCall`, sinks as `s_aux`, and further arguments of a family (position ids, flags); an
     unknown tensor is an error."""
@@ -420,15 +437,14 @@ def packed_attention(
         given.pop("softcap", None),
         given.pop("s_aux", None),
         dropout if module.training else 0.0,
+        not getattr(module, "is_causal", True),
     )
     unsupported = []
     for name, argument in given.items():
         if isinstance(argument, Tensor) and name not in _HARMLESS:
             unsupported.append(name)
-    if unsupported or not getattr(module, "is_causal", True):
-        raise ModelError(
-            f"{type(module).__name__} needs {unsupported or 'bidirectional attention'}, which is not supported"
-        )
+    if unsupported:
+        raise ModelError(f"{type(module).__name__} needs {unsupported}, which is not supported")
     hotspa_pack.num_calls += 1
     attends = attend if hotspa_pack.divided is None else hotspa_pack.divided
     return attends(module, query, key, value, call, hotspa_pack), None
@@ -481,7 +497,7 @@ class _Attention(NamedTuple):
             most_before = None if call.sliding_window is None else call.sliding_window - 1
             key, value, key_lengths = pack.joined(before, key, value, most_before)
             pairs = tuple(zip(pack.lengths, key_lengths, strict=True))
-            row = FusedAttention(pairs, call.scaling, call.sliding_window)
+            row = FusedAttention(pairs, call.scaling, call.sliding_window, call.both_ways)
             return attend_by(query, key, value, call.sinks, row).transpose(1, 2).contiguous()
         lengths, outs = pack.lengths, []
         parts = query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
@@ -542,12 +558,18 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, cal
     row = [x[0].transpose(0, 1) for x in (query, key, value)]
     borders = pack.cu_seqlens, pack.cu_keys, max(pack.lengths), max(pack.key_lengths)
     # a window of n tokens reaches n - 1 to the left; the kernel aligns the last query and the last key
-    window = (-1 if call.sliding_window is None else call.sliding_window - 1, 0)
+    side = -1 if call.sliding_window is None else call.sliding_window - 1
+    window = (side, side if call.both_ways else 0)
     if call.softcap is not None:
         capped = capping_kernel()
         assert capped is not None  # of flash-attn, see `attend`
         out: Tensor = capped(
-            *row, *borders, softmax_scale=call.scaling, causal=True, window_size=window, softcap=call.softcap
+            *row,
+            *borders,
+            softmax_scale=call.scaling,
+            causal=not call.both_ways,
+            window_size=window,
+            softcap=call.softcap,
         )
         return out[None]
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
@@ -617,16 +639,13 @@ def _one_sequence(
         functional.scaled_dot_product_attention, scale=call.scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     if length == key_length and (call.sliding_window is None or call.sliding_window >= length):
-        return attention(query, key, value, is_causal=True)
-    before, position, parts = key_length - length, torch.arange(key_length, device=query.device), []
+        return attention(query, key, value, is_causal=not call.both_ways)
+    before, parts = key_length - length, []
     for first in range(0, length, _MASKED_QUERIES):  # one mask for all queries would have the square's size
         last = min(first + _MASKED_QUERIES, length)
-        low = 0 if call.sliding_window is None else max(0, before + first - call.sliding_window + 1)
-        keys = slice(low, before + last)
-        distance = position[before + first : before + last, None] - position[keys]
-        mask = distance >= 0
-        if call.sliding_window is not None:
-            mask &= distance < call.sliding_window
+        places = slice(before + first, before + last)
+        keys = seen_keys(places, key_length, call.sliding_window, call.both_ways)
+        mask = hidden_pairs(places, keys, call.sliding_window, call.both_ways, query.device).logical_not_()
         parts.append(attention(query[:, :, first:last], key[:, :, keys], value[:, :, keys], attn_mask=mask))
     return torch.cat(parts, 2)
 

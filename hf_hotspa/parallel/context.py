@@ -327,7 +327,7 @@ def kernel_of(
     if call.is_fusable and varlen_takes(query, value):
         return Varlen(pack, call)
     if call.is_fusable and kernel_takes(query, value):
-        return FusedAttention(lengths, call.scaling, call.sliding_window)
+        return FusedAttention(lengths, call.scaling, call.sliding_window, call.both_ways)
     return ExplicitAttention(lengths, call.scores(module, query, pack))
 
 

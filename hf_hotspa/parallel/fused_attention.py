@@ -74,6 +74,24 @@ def attend_to_block(
     return part.to(sums.dtype), sums
 
 
+def seen_keys(queries: slice, num_keys: int, window: int | None, both_ways: bool) -> slice:
+    """The keys that some queries see, by the places of both among a sequence's keys; arguments as for `hidden_pairs`."""
+    low = 0 if window is None else max(0, queries.start - window + 1)
+    if not both_ways:
+        return slice(low, queries.stop)
+    return slice(low, num_keys if window is None else min(num_keys, queries.stop + window - 1))
+
+
+def hidden_pairs(queries: slice, keys: slice, window: int | None, both_ways: bool, device: torch.device) -> Tensor:
+    """bool [queries, keys]: the keys that a query may not see, by the places of both in their sequence. `window`: tokens that
+    a position sees on one side, itself included; all when None. `both_ways`: whether it also sees later tokens."""
+    distance = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    distance = distance - torch.arange(keys.start, keys.stop, device=device)
+    if both_ways:
+        distance = distance.abs()
+    return distance < 0 if window is None else (distance < 0) | (distance >= window)
+
+
 def merged(out: Tensor, total: Tensor, part: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Attention to two sets of keys, from the results of `attend_to_block` for each."""
     both = torch.logaddexp(total, sums)
@@ -161,7 +179,7 @@ class _Block(NamedTuple):
 
 
 class AttentionKernel(Protocol):
-    """Causal attention of sequences of a row, with forward and backward as separate calls."""
+    """Attention of sequences of a row, with forward and backward as separate calls."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """[1, H, T, D], and the log sums [1, H, T] if the backward needs them and this result; from queries [1, H, T, D],
@@ -177,7 +195,8 @@ class FusedAttention(AttentionKernel):
 
     lengths: SequenceLengths  # queries and keys of each sequence
     scaling: float | None  # factor on the scores; 1 / sqrt(D) when None
-    window: int | None = None  # tokens that a position sees, itself included; None for all before it
+    window: int | None = None  # tokens that a position sees on one side, itself included; None for all
+    both_ways: bool = False  # whether positions also see later tokens
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -224,7 +243,7 @@ class FusedAttention(AttentionKernel):
             if self.window is not None and self.window < keys:
                 yield from self._windows(begin, key_begin, length, before, self.window, query)
             elif length:  # own tokens, then blocks of the tokens before
-                own = _Block(slice(key_begin + before, key_begin + keys), True)
+                own = _Block(slice(key_begin + before, key_begin + keys), not self.both_ways)
                 blocks = (slice(key_begin + b.start, key_begin + min(b.stop, before)) for b in blocks_of_tokens(before))
                 yield slice(begin, begin + length), [own, *(_Block(block, False) for block in blocks)]
             begin, key_begin = begin + length, key_begin + keys
@@ -234,23 +253,17 @@ class FusedAttention(AttentionKernel):
     ) -> Iterator[tuple[slice, list[_Block]]]:
         """Blocks of the queries of one sequence, with the keys of their windows."""
         least, most = _QUERIES
-        rows, mask = min(max(window, least), most), None
+        rows, mask, made = min(max(window, least), most), None, None
         for first in range(0, length, rows):
             last = min(first + rows, length)
-            low = max(0, before + first - window + 1)
-            shape = last - first, before + last - low
-            if mask is None or mask.shape != shape:
-                mask = _mask_of_windows(*shape, window, query)
-            keys = slice(key_begin + low, key_begin + before + last)
+            places = slice(before + first, before + last)
+            seen = seen_keys(places, before + length, window, self.both_ways)
+            shape = last - first, places.start - seen.start, seen.stop - seen.start
+            if mask is None or made != shape:
+                hidden = hidden_pairs(places, seen, window, self.both_ways, query.device)
+                mask, made = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf), shape
+            keys = slice(key_begin + seen.start, key_begin + seen.stop)
             yield slice(begin + first, begin + last), [_Block(keys, False, mask)]
-
-
-def _mask_of_windows(queries: int, keys: int, window: int, like: Tensor) -> Tensor:
-    """[queries, keys], where the queries are the last of the keys: 0 where a key is seen, else -inf."""
-    places = torch.arange(keys, device=like.device)
-    distance = places[keys - queries :, None] - places
-    hidden = (distance < 0) | (distance >= window)
-    return like.new_zeros(queries, keys).masked_fill_(hidden, -torch.inf)
 
 
 def with_sinks(out: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

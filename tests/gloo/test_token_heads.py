@@ -20,7 +20,7 @@ from tests.families import MIXTURE, tiny_config
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 from tests.switched import worst
-from tests.token_heads import OWN, PAD, adapted, batch_of, headed, reference, rows
+from tests.token_heads import ENCODERS, OWN, PAD, adapted, batch_of, headed, reference, rows
 
 pytestmark = pytest.mark.gloo
 
@@ -33,7 +33,11 @@ TWO = (
     ("llama_gqa_bias", "embed", 3, ("tp2+sp:64",)),
     ("llama_gqa_bias", "embed mean", 3, ("dp2:16,tp2+sp:64", "cp2+ck9:64", "pp2+v2:64")),
     ("llama_gqa_bias", "embed last", 3, ("tp2+sp+ck7:64", "cp2+rc:64")),
+    ("modernbert", SINGLE, 3, ("dp2+z3:16,cp2:64",)),
+    ("embeddinggemma", MULTI, 3, ("dp2:16,tp2+sp:64", "pp2+rc:64")),
+    ("roberta", "tokens", 5, ("dp2:16,cp2+rc:64",)),
 )
+FOUR = (("embeddinggemma", REAL, 1, ("dp4:16,cp2tp2+sp:64",)), ("bert", SINGLE, 3, ("dp4:16,cp2dp2+z2:64",)))
 EVERY = ("dp2:64", "tp2:64", "pp2:64", "cp2:64", "tp2+sp:64", "tp2+ck9:64", "dp2+z3:64", "dp2+rc:64", "pp2+v2:64", "cp2+ck9+rc:64",
          "pp2+z2:16,tp2+sp+ck7:64")  # fmt: skip
 WIDE_2 = tuple(
@@ -49,6 +53,41 @@ WIDE_2 = tuple(
         ("llama_gqa_bias", "embed mean", 3),
         ("llama_gqa_bias", "embed last", 3),
     )
+)
+# encoders: ten mixes, and without a plan those without tp and pp
+UNPLANNED = (
+    "dp2:64",
+    "cp2:64",
+    "dp2+z1:64",
+    "dp2+z2:64",
+    "dp2+z3:64",
+    "dp2+rc:64",
+    "cp2+rc:64",
+    "cp2+z3+rc2:64",
+    "dp2:9,cp2+z2:64",
+    "dp2+z3:16,cp2:64",
+)
+PLANNED = (
+    "dp2:64",
+    "tp2:64",
+    "pp2:64",
+    "cp2:64",
+    "tp2+sp:64",
+    "dp2+z3:64",
+    "cp2+rc:64",
+    "pp2+v2:64",
+    "tp2+z3+rc:64",
+    "pp2+z2:16,tp2+sp:64",
+)
+WIDE_ENCODERS = tuple(
+    (family, kind, labels, PLANNED if family == "embeddinggemma" else UNPLANNED)
+    for family, kinds in (
+        ("modernbert", ((REAL, 1), (MULTI, 3), ("tokens", 5))),
+        ("embeddinggemma", ((REAL, 1), (SINGLE, 3), (SINGLE, 5))),
+        ("bert", ((REAL, 1), (MULTI, 3), ("tokens", 5))),
+        ("roberta", ((SINGLE, 3),)),
+    )
+    for kind, labels in kinds
 )
 WIDE_4 = tuple(
     (family, kind, labels, ("dp4:64", "dp2tp2+z3:64", "cp2tp2+sp:64", "dp4:16,tp2pp2+ck9:64", "dp2pp2+v2+rc:64"))
@@ -69,7 +108,10 @@ def errors(rank, world, cases):
     for family, kind, labels, pools, *dtypes in cases:
         of_rows = REAL if kind in OWN else kind
         dtype = dtypes[0] if dtypes else torch.float64
-        batches = [batch_of(rows(6, of_rows, labels, seed), left=seed % 2 == 1) for seed in range(world)]
+        batches = [
+            batch_of(rows(6, of_rows, labels, seed), left=seed % 2 == 1 and family not in ENCODERS)
+            for seed in range(world)
+        ]
         if dtype == torch.float32:
             batches = [{n: v.float() if v.is_floating_point() else v for n, v in batch.items()} for batch in batches]
         make = partial(adapted, dtype=dtype, four_bit=dtype == torch.float32) if dtypes else headed
@@ -100,8 +142,8 @@ def errors(rank, world, cases):
 
 @pytest.mark.parametrize(
     ("world_size", "cases"),
-    [(2, TWO), (2, ADAPTED)]
-    + [pytest.param(2, (case,), marks=pytest.mark.slow) for case in WIDE_2]
+    [(2, TWO), (2, ADAPTED), (4, FOUR)]
+    + [pytest.param(2, (case,), marks=pytest.mark.slow) for case in (*WIDE_2, *WIDE_ENCODERS)]
     + [pytest.param(4, (case,), marks=pytest.mark.slow) for case in WIDE_4],
 )
 def test_losses_predictions_and_gradients_are_those_of_the_plain_model(world_size, cases):

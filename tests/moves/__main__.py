@@ -40,7 +40,7 @@ _TITLES = {
     "checkpoints": ("Checkpoints", "the files of `Trainer`; resuming in both directions, but not from DeepSpeed"),
     "models": (
         "Models",
-        "causal language models, frozen layers, adapters. Classifiers, encoders and your own `nn.Module` are left to `Trainer`",
+        "causal language models, classifiers, frozen layers, adapters. Masked language models, encoder-decoders and your own `nn.Module` are left to `Trainer`",
     ),
 }
 """Of each group: its heading, and its line at the top of the page."""

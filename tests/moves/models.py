@@ -32,6 +32,7 @@ _BERT = {
     "intermediate_size": 32,
     "vocab_size": 163,
 }
+_WHOLE_ENCODER = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _T5 = {
     "d_model": 32,
     "d_ff": 32,
@@ -232,8 +233,7 @@ MOVES: tuple[Move, ...] = (
         left=True, error="LlamaModel is not a causal language model", instead=_INSTEAD,
     ),
     Move(
-        "`BertForSequenceClassification`", _of(lambda: BertForSequenceClassification(BertConfig(**_BERT)), _classes),
-        left=True, error="BertForSequenceClassification is not a causal", instead=_INSTEAD,
+        "`BertForSequenceClassification`", _of(lambda: BertForSequenceClassification(BertConfig(**_BERT, **_WHOLE_ENCODER)), _classes),
     ),
     Move(
         "a masked language model", _of(lambda: BertForMaskedLM(BertConfig(**_BERT))),

@@ -49,6 +49,48 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_tokens_see_both_sides_in_a_module_that_is_not_causal(kind, monkeypatch):
+    """Forward and gradients of sequences of a pack, by the kernels of their kind, against one softmax of each sequence."""
+    monkeypatch.setitem(attention.BLOCK_ELEMENTS, "cpu", 60)
+    monkeypatch.setattr(fused_attention, "_QUERIES", (3, 4))
+    monkeypatch.setattr(attention, "_MASKED_QUERIES", 5)
+    options, module = dict(KINDS[kind]), torch.nn.Module()
+    module.is_causal = False
+    generator = torch.Generator().manual_seed(3)
+    lengths = (1, 13, 6, 17)
+    query, key, value = (
+        torch.randn(1, n, sum(lengths), 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for n in (4, 2, 2)
+    )
+    sinks = torch.randn(4, dtype=torch.float64, generator=generator, requires_grad=True)
+    with_sinks = options.pop("sinks", False)
+    given = options | ({"s_aux": sinks} if with_sinks else {})
+    starts, places = slices(lengths, [(0, length) for length in lengths])
+    pack = PackedSequences(lengths, torch.tensor(starts, dtype=torch.int32))
+    out, _ = packed_attention(module, query, key, value, None, hotspa_pack=pack, **given)
+    parts = []
+    for place in places:
+        q, k, v = query[0, :, place], *(x[0, :, place].repeat_interleave(2, 0) for x in (key, value))
+        scores = q @ k.transpose(1, 2) / 8**0.5
+        scores = options["softcap"] * (scores / options["softcap"]).tanh() if "softcap" in options else scores
+        position = torch.arange(scores.shape[1])
+        far = (position[:, None] - position).abs() >= options.get("sliding_window", 99)
+        scores = scores.masked_fill(far, -torch.inf)
+        if with_sinks:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(position), 1)], 2)
+        parts.append((scores.softmax(2)[..., : len(position)] @ v).transpose(0, 1))
+    expected = torch.cat(parts)[None]
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+    inputs = [query, key, value, *([sinks] if with_sinks else [])]
+    for mine, others in zip(
+        (out, *torch.autograd.grad((out * weights).sum(), inputs)),
+        (expected, *torch.autograd.grad((expected * weights).sum(), inputs)),
+        strict=True,
+    ):
+        assert torch.allclose(mine, others, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
 def test_a_slice_with_its_prefix_is_that_part_of_the_whole(kind, heads, monkeypatch):
     """Forward, and the gradients of queries, own and earlier keys and values, for random borders."""

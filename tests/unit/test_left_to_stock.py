@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -25,7 +25,7 @@ _CONFIG = LlamaConfig(
     vocab_size=163, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, pad_token_id=0,
 )  # fmt: skip
-_ENCODER = BertConfig(
+_ENCODER = DebertaV2Config(
     vocab_size=163, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_labels=3,
 )  # fmt: skip
 
@@ -36,7 +36,7 @@ def _trainer(trainer_class, arguments_class, folder, case, **changes):
     rows = [{"input_ids": [generator.randrange(1, 163) for _ in range(12)]} for _ in range(24)]
     for index, row in enumerate(rows):
         row["labels"] = index % 3 if case == "classes" else list(row["input_ids"])
-    model = BertForSequenceClassification(_ENCODER) if case == "classes" else LlamaForCausalLM(_CONFIG)
+    model = DebertaV2ForSequenceClassification(_ENCODER) if case == "classes" else LlamaForCausalLM(_CONFIG)
     if case == "hook":
         model.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
     if case == "parametrized":
@@ -84,7 +84,8 @@ def test_the_run_is_that_of_the_stock_trainer(case, tmp_path, caplog):
     warnings = [record.message for record in caplog.records if "Nothing is switched" in record.message]
     assert len(warnings) == 1
     with pytest.raises(
-        HotspaError, match=r"not a causal|gradient hook|adafactor|up_proj.weight' has a parametrization"
+        HotspaError,
+        match=r"does not use the attention interface|gradient hook|adafactor|up_proj.weight' has a parametrization",
     ):
         trainer.switched  # noqa: B018
 
@@ -93,7 +94,7 @@ def test_the_run_is_that_of_the_stock_trainer(case, tmp_path, caplog):
 def test_a_flag_refuses_it(case, tmp_path):
     with pytest.raises(
         (ModelError, UnsupportedError),
-        match=r"not a causal|gradient hook|adafactor|up_proj.weight' has a parametrization",
+        match=r"does not use the attention interface|gradient hook|adafactor|up_proj.weight' has a parametrization",
     ):
         _trainer(HotSPaTrainer, HotSPaTrainingArguments, tmp_path, case, hotspa_strategies="dp1:64").train()
     assert not list(tmp_path.glob("checkpoint-*"))

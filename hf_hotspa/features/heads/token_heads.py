@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import TransformersKwargs
+from transformers.utils import ModelOutput, TransformersKwargs
 
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.features.heads.masks import refuse_other_masks
 from hf_hotspa.features.heads.pooling import Pooling, shares
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
@@ -44,8 +46,8 @@ def _read_by(kinds: frozenset[type[nn.Module]]) -> frozenset[str]:
 
 
 class Head(NamedTuple):
-    """Modules that run one after another on a token's hidden state, and how many numbers the last one returns; without
-    modules the hidden state itself."""
+    """Modules that run one after another on a token's hidden state, or functions (`_FUNCTIONS`), and how many numbers the last
+    one returns; without modules the hidden state itself."""
 
     modules: tuple[str, ...]
     width: int
@@ -53,42 +55,95 @@ class Head(NamedTuple):
 
 
 class _UsedError(UnsupportedError):
-    """A mark is used by the forward itself."""
+    """Marks are used by the forward itself."""
 
-    path: tuple[str, ...] = ()
+    used: dict[tuple[str, ...], int]  # their paths and widths
+
+
+NumbersOf = Callable[[tuple[str, ...]], Tensor | None]
+"""The numbers [B, L, width] that modules make of hidden states; None if these are passed on to another module."""
 
 
 class Mark(Tensor):
-    """Stands for hidden states [B, L, h] in the model's own forward, or for what modules without weights make of them."""
+    """Stands for hidden states [B, L, h] in the model's own forward, or for what modules make of them, of all tokens or of
+    chosen ones."""
 
     path: tuple[str, ...]  # the modules that have been called, from the hidden states on
+    # int64 [B, L], or of any shape: the tokens, counted over all rows; None if nothing may read it
+    places: Tensor | None
+    numbers_of: NumbersOf
     use = "the forward of the model uses hidden states by itself"  # what is wrong if anything reads it
     fix = _FIX
 
     @staticmethod
-    def make(like: Tensor, path: tuple[str, ...]) -> "Mark":
+    def make(
+        like: Tensor,
+        path: tuple[str, ...],
+        places: Tensor | None = None,
+        numbers_of: NumbersOf = lambda path: None,
+    ) -> "Mark":
         """A mark of the shape, dtype and device of a tensor."""
         mark: Mark = torch.Tensor._make_subclass(Mark, like)
-        mark.path = path
+        mark.path, mark.places, mark.numbers_of = path, places, numbers_of
         return mark
+
+    def then(self, name: str, width: int | None = None) -> Tensor:
+        """What a module, or function, makes of the tokens: numbers if they are known, else a mark. `width`: how many numbers
+        it makes of a token, if others than it gets."""
+        path = (*self.path, name)
+        assert self.places is not None
+        if (numbers := self.numbers_of(path)) is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                like = self.new_zeros(()).expand(*self.places.shape, width or self.shape[-1])
+            return Mark.make(like, path, self.places, self.numbers_of)
+        every = torch.arange(self.places.numel(), device=self.places.device)
+        is_of_all = self.places.shape == numbers.shape[:2] and torch.equal(self.places.flatten(), every)
+        return numbers if is_of_all or numbers.dim() == 2 else numbers.flatten(0, 1)[self.places]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: object = None
     ) -> object:
-        name = getattr(func, "__name__", str(func))
+        name, named = getattr(func, "__name__", str(func)), cast(dict[str, object], kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             if name in _FACTS or (name == "__get__" and func.__self__.__name__ in _FACTS):  # type: ignore[attr-defined]
-                return func(*args, **cast(dict[str, object], kwargs or {}))
+                return func(*args, **named)
             if name == "to" and args[1:] and args[1] in (args[0].dtype, args[0].device):
                 return args[0]
-        mark = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Mark))
-        error = _UsedError(f"{mark.use} ({name})", fix=mark.fix)
-        error.path = mark.path
+            if (
+                name == "__getitem__"
+                and isinstance(args[0], Mark)
+                and (chosen := _chosen(args[0], args[1])) is not None
+            ):
+                return chosen
+        marks = [each for each in tree_leaves((args, named)) if isinstance(each, Mark)]
+        is_plain = len(args) == 1 and all(value in (False, "none") for value in named.values())
+        if name in _FUNCTIONS and is_plain and marks[0].places is not None:
+            return marks[0].then(f"{name}()")
+        error = _UsedError(f"{marks[0].use} ({name})", fix=marks[0].fix)
+        error.used = {each.path: each.shape[-1] for each in marks}
         raise error
 
 
 _FACTS = frozenset({"shape", "dtype", "device", "size", "dim", "ndim", "requires_grad", "is_cuda", "layout", "__len__"})
+_FUNCTIONS = {"tanh": torch.tanh, "relu": torch.relu, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
+"""Functions of single numbers that heads call by themselves."""
+
+
+def _chosen(mark: Mark, index: object) -> Mark | None:
+    """The mark of the tokens that an index chooses; None if it chooses something else."""
+    if mark.places is None:
+        return None
+    of_dims = index if isinstance(index, tuple) else (index,)
+    while of_dims[2:] and of_dims[-1] == slice(None):  # all numbers of a token
+        of_dims = of_dims[:-1]
+    try:
+        places, like = mark.places[of_dims], mark[of_dims]
+    except IndexError:  # of more dims than tokens have
+        return None
+    if like.shape != (*places.shape, mark.shape[-1]):
+        return None
+    return Mark.make(like, mark.path, places, mark.numbers_of)
 
 
 def _unsupported(what: str, why: str = "a head here maps the hidden state of each token alone") -> UnsupportedError:
@@ -117,10 +172,9 @@ class _Forward:
         model: nn.Module,
         top: str,
         given: Mapping[str, Any],
-        number_of: Callable[[tuple[str, ...]], Tensor | None],
+        numbers_of: NumbersOf,
     ) -> None:
-        """`number_of`: the numbers that modules make of hidden states; None if these are passed on to another module."""
-        self._model, self._given, self._number_of, self.calls = model, given, number_of, 0
+        self._model, self._top, self._given, self._numbers_of, self.calls = model, top, given, numbers_of, 0
         self.shell = shell = copy.copy(model)
         vars(shell).pop("forward", None)  # routed calls, or accelerate's
         shell._modules = {name: self._stub(name, child) for name, child in model._modules.items()}
@@ -141,7 +195,7 @@ class _Forward:
             return made
         return child if child is None else _InPlaceOf(child, partial(self._head, name, child))
 
-    def _base(self, base: nn.Module, *args: object, **kwargs: object) -> BaseOutput:
+    def _base(self, base: nn.Module, *args: object, **kwargs: object) -> ModelOutput:
         self.calls += 1
         signature = inspect.signature(type(base).forward)
         bound = signature.bind_partial(base, *args, **kwargs).arguments
@@ -154,17 +208,22 @@ class _Forward:
                     f"gives its base other {name} than it gets", "rows are packed before the forward runs"
                 )
             known = name in (*_INPUTS, *_UNREAD, "self") or value is None or value is False
-            if not known:
+            if not known and not (name == "token_type_ids" and not bool(cast(Tensor, value).any())):
                 raise _unsupported(
                     f"gives its base {name}", "rows are read from input_ids, attention_mask, position_ids"
                 )
         ids = self._given["input_ids"]
-        text = base.config.get_text_config()  # type: ignore[union-attr,operator]
-        hidden = self._number_of(())
+        hidden = self._numbers_of(())
         if hidden is None:
             some = torch.zeros((), dtype=base.dtype, device=ids.device)  # type: ignore[call-overload]
-            hidden = Mark.make(some.expand(*ids.shape, text.hidden_size), ())
-        return BaseOutput(last_hidden_state=hidden)
+            size = base.config.get_text_config().hidden_size  # type: ignore[union-attr,operator]
+            places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+            hidden = Mark.make(some.expand(*ids.shape, size), (), places, self._numbers_of)
+        pooler = getattr(base, "pooler", None)
+        if not isinstance(pooler, nn.Module) or not isinstance(hidden, Mark):
+            return BaseOutput(last_hidden_state=hidden)
+        pooled = self._head(f"{self._top}.pooler", pooler, hidden)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
 
     def _head(self, name: str, module: nn.Module, *args: object, **kwargs: object) -> object:
         if not any(isinstance(value, Mark) for value in (*args, *kwargs.values())):
@@ -175,12 +234,20 @@ class _Forward:
             return module(*args, **kwargs)
         if isinstance(module, Pooling) and len(args) == 2 and args[1] is self._given.get("attention_mask"):
             args = args[:1]
-        if len(args) != 1 or kwargs:
-            raise _unsupported(f"calls {name!r} with more than hidden states")
         mark = cast(Mark, args[0])
-        path = (*mark.path, name)
-        numbers = self._number_of(path)
-        return Mark.make(mark, path) if numbers is None else numbers
+        if isinstance(module, Pooling):
+            return mark.then(name)
+        known = self._numbers_of((*mark.path, name)) is not None
+        width = _width(module, mark) if len(args) == 1 and not kwargs and not known else None
+        if known or width is not None:
+            return mark.then(name, width)
+        if not module._modules:
+            raise _unsupported(
+                f"calls {name!r} with more than hidden states, or it does not return numbers of each token"
+            )
+        shell = copy.copy(module)  # one that chooses tokens
+        shell._modules = {own: self._stub(f"{name}.{own}", child) for own, child in module._modules.items()}
+        return type(module).forward(shell, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -201,8 +268,7 @@ class TokenHeads:
 
     def reader(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Maps hidden states [1, t, h] to [1, t, width]; each module of a chain runs once."""
-        modules = {name: model.get_submodule(name) for head in self.heads for name in head.modules}
-        modules = {name: nn.Identity() if isinstance(m, Pooling) else m for name, m in modules.items()}
+        modules = {name: _module_of(model, name) for head in self.heads for name in head.modules}
 
         def read(hidden: Tensor) -> Tensor:
             known: dict[tuple[str, ...], Tensor] = {(): hidden}
@@ -275,6 +341,13 @@ class TokenHeads:
                 raise _unsupported("returns something else than follows from its heads")
 
 
+def _module_of(model: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
+    if name.endswith("()"):
+        return _FUNCTIONS[name.removesuffix("()")]
+    module = model.get_submodule(name)
+    return nn.Identity() if isinstance(module, Pooling) else module
+
+
 def _tensors(out: object) -> Iterator[Tensor]:
     values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
     return (value for value in values if isinstance(value, Tensor))
@@ -324,8 +397,12 @@ def read_heads(model: nn.Module) -> TokenHeads | None:
     if any(kind.__name__ in causal for kind in type(bare).__mro__) or _has_output_embedding(bare):
         return None
     top = _top_of_base(bare)
-    if top is None or any(not getattr(m, "is_causal", True) for m in bare.modules() if calls_attention(m)):
+    if top is None:
         return None
+    base = bare.get_submodule(top)
+    attentions = list(filter(calls_attention, base.modules()))
+    if attentions and not any(getattr(module, "is_causal", True) for module in attentions):
+        refuse_other_masks(cast(PreTrainedModel, base))
     heads = _heads_of(bare, top)
     known = tuple(f"{name}." for name in (top, *(name for head in heads for name in head.modules)))
     outside = [name for name, _ in bare.named_parameters() if not name.startswith(known)]
@@ -336,17 +413,16 @@ def read_heads(model: nn.Module) -> TokenHeads | None:
 
 def _heads_of(bare: PreTrainedModel, top: str) -> tuple[Head, ...]:
     """Runs the forward on 4 tokens without its base: once more for each use of hidden states by itself."""
-    as_they_are = set[tuple[str, ...]]()
+    as_they_are = dict[tuple[str, ...], int]()  # with their widths
     heads = dict[tuple[str, ...], Head]()
 
-    def number_of(path: tuple[str, ...]) -> Tensor | None:
-        module = bare.get_submodule(path[-1]) if path else nn.Identity()
-        is_pooling = isinstance(module, Pooling)
-        if not (is_pooling or path in as_they_are or any(True for _ in module.parameters())):
+    def numbers_of(path: tuple[str, ...]) -> Tensor | None:
+        pooling = _pooling_of(bare, path)
+        if not pooling and path not in as_they_are:
             return None
-        width = _width(path[-1], module, bare) if path and not is_pooling else bare.config.get_text_config().hidden_size
-        heads[path] = Head(path, width, module.kind if is_pooling else "")
-        return torch.zeros(1, *([] if is_pooling else [4]), width, dtype=bare.dtype)
+        width = bare.config.get_text_config().hidden_size if pooling else as_they_are[path]
+        heads[path] = Head(path, width, pooling)
+        return torch.zeros(1, *([] if pooling else [4]), width, dtype=bare.dtype)
 
     ids = torch.arange(4)[None]
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -354,10 +430,10 @@ def _heads_of(bare: PreTrainedModel, top: str) -> tuple[Head, ...]:
         heads.clear()
         try:
             with torch.no_grad(), torch.random.fork_rng():
-                out = _Forward(bare, top, given, number_of).run()
-            used = {each.path for each in _tensors(out) if isinstance(each, Mark)}
+                out = _Forward(bare, top, given, numbers_of).run()
+            used = {each.path: each.shape[-1] for each in _tensors(out) if isinstance(each, Mark)}
         except _UsedError as error:
-            used = {error.path}
+            used = error.used
         except UnsupportedError:
             raise
         except Exception as failure:
@@ -370,6 +446,12 @@ def _heads_of(bare: PreTrainedModel, top: str) -> tuple[Head, ...]:
     if len(heads) > 1 and any(head.pooling for head in heads.values()):
         raise _unsupported("has a Pooling beside other heads", "its outputs are of rows, and others of tokens")
     return tuple(heads.values())
+
+
+def _pooling_of(model: nn.Module, path: tuple[str, ...]) -> str:
+    """The kind of the `Pooling` at the end of a path; empty for none."""
+    module = model.get_submodule(path[-1]) if path and not path[-1].endswith("()") else None
+    return module.kind if isinstance(module, Pooling) else ""
 
 
 def _has_output_embedding(model: PreTrainedModel) -> bool:
@@ -390,12 +472,13 @@ def _top_of_base(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _width(name: str, module: nn.Module, model: PreTrainedModel) -> int:
-    """The numbers that a module makes of a token's hidden state; runs on meta."""
-    hidden = torch.empty(1, 3, model.config.get_text_config().hidden_size, dtype=model.dtype, device="meta")
+def _width(module: nn.Module, like: Tensor) -> int | None:
+    """The numbers that a module makes of each token's [..., h]; None if it makes something else. Runs on meta."""
+    hidden = torch.empty(1, 3, like.shape[-1], dtype=like.dtype, device="meta")
     state = dict((*module.named_parameters(), *module.named_buffers()))
     empty = {key: torch.empty_like(value, device="meta") for key, value in state.items()}
-    out = functional_call(module, empty, (hidden,))
-    if not isinstance(out, Tensor) or out.dim() != 3 or out.shape[:2] != hidden.shape[:2]:
-        raise _unsupported(f"calls {name!r}, which does not return numbers of each token")
-    return out.shape[-1]
+    try:
+        out = functional_call(module, empty, (hidden,))
+    except Exception:  # whatever it raises for this call
+        return None
+    return out.shape[-1] if isinstance(out, Tensor) and out.dim() == 3 and out.shape[:2] == hidden.shape[:2] else None
