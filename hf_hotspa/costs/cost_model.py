@@ -70,9 +70,11 @@ class CostModel:
 
     def rank_bytes(self, buckets: Sequence[Bucket]) -> tuple[MemoryBreakdown, ...]:
         """Returns the memory of each bucket of a pool on its fullest rank with full packs."""
-        arena = max(self.memory.arena_bytes(bucket.strategy) for bucket in buckets)
+        pool = [bucket.strategy for bucket in buckets]
+        arena = max(map(self.memory.arena_bytes, pool))
         return tuple(
-            self.memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena) for b in buckets
+            self.memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena, pool=pool)
+            for b in buckets
         )
 
     def switch_seconds(self, strategies: Iterable[Strategy]) -> dict[Strategy, float]:

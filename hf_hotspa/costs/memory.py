@@ -430,25 +430,43 @@ class MemoryModel:
         longest: int = 0,
         num_packs: int | None = None,
         arena_bytes: int = 0,
+        pool: Iterable[Strategy] = (),
     ) -> MemoryBreakdown:
-        """Returns the fullest of `stages`. In a pipeline a sequence longer than `pack_tokens` is a separate pack."""
-        stages = self.stages(Bucket(strategy, longest, pack_tokens), num_packs, arena_bytes)
+        """Returns the fullest of `stages`. In a pipeline a sequence longer than `pack_tokens` is a separate pack. `pool`:
+        the other strategies of the run."""
+        stages = self.stages(Bucket(strategy, longest, pack_tokens), num_packs, arena_bytes, pool)
         return max(stages, key=lambda stage: stage.total)
 
-    def stages(self, bucket: Bucket, num_packs: int | None = None, arena_bytes: int = 0) -> list[MemoryBreakdown]:
+    def stages(
+        self, bucket: Bucket, num_packs: int | None = None, arena_bytes: int = 0, pool: Iterable[Strategy] = ()
+    ) -> list[MemoryBreakdown]:
         """Returns the bytes on the fullest rank of each pipeline position. `num_packs`: packs of a replica; enough to
-        fill the pipeline if None. `arena_bytes`: the pool's arena."""
+        fill the pipeline if None. `arena_bytes`: the pool's arena. `pool`: the other strategies of the run."""
+        less = self._once_bytes([bucket.strategy, *pool])
         return [
-            self._breakdown(self._sums(bucket.strategy, stage), self._packs(bucket, stage, num_packs), arena_bytes)
+            self._breakdown(
+                self._sums(bucket.strategy, stage), self._packs(bucket, stage, num_packs), arena_bytes, less
+            )
             for stage in range(bucket.strategy.pp)
         ]
 
+    def _once_bytes(self, pool: Iterable[Strategy]) -> float:
+        """Bytes that a rank's master store, and the store of a reference, need less because strategies compute with frozen
+        weights of the store: if each strategy of a pool has all of them on every rank (`held_in_place`)."""
+        options, frozen = self.options, self.sizes.in_place_bytes
+        if options.offload_master or any(s.tp * s.pp * s.ep > 1 or s.z == 3 for s in pool):
+            return 0.0
+        share = frozen / self.world_size
+        return share - (frozen - share if options.scoring.reference else 0.0)
+
     @staticmethod
-    def _breakdown(sums: _Sums, packs: Packs, arena_bytes: int) -> MemoryBreakdown:
+    def _breakdown(sums: _Sums, packs: Packs, arena_bytes: int, less: float) -> MemoryBreakdown:
         activations, logits = sums.of_packs(packs)
         arena, switch = sums.arena_and_switch(packs, arena_bytes)
+        states = sums.states(packs)
+        states["master_weights"] -= less
         return MemoryBreakdown(
-            **sums.states(packs),
+            **states,
             arena=arena,
             switch=switch,
             activations=activations,
@@ -543,6 +561,8 @@ class MemoryModel:
 
         one = packs_of(1)
         states = sum(sums.states(one).values()) + sum(sums.arena_and_switch(one, 0))
+        if self.world_size == 1:  # with more ranks it depends on the pool
+            states -= self._once_bytes([strategy])
 
         def total(tokens: int) -> float:
             activations, logits = sums.of_packs(packs_of(tokens))
@@ -576,7 +596,8 @@ class MemoryModel:
         arena = max((self.arena_bytes(bucket.strategy) for bucket in buckets), default=0)
         for bucket in buckets:
             strategy, tokens, longest = bucket.strategy, bucket.pack_tokens, bucket.longest
-            need = self.breakdown(strategy, tokens, longest=longest, arena_bytes=arena)
+            pool = [other.strategy for other in buckets]
+            need = self.breakdown(strategy, tokens, longest=longest, arena_bytes=arena, pool=pool)
             if need.total <= limit_bytes:
                 continue
             states = need.total - need.activations - need.logits

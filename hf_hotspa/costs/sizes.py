@@ -185,6 +185,17 @@ class ModelSizes:
             return whole
         return whole - self.shape.num_layers * packed.weights * (dtype_bytes(self.compute_dtype) - packed.weight_bytes)
 
+    @cached_property
+    def in_place_bytes(self) -> float:
+        """Bytes of the frozen weights that strategies hold in the form of the master store."""
+        if self.vector is not None:
+            return sum(s.numel * dtype_bytes(s.dtype) for s in self.vector.segments if s.has_one_form)
+        frozen, width, packed = self.num_parameters - self.num_trained, dtype_bytes(self.compute_dtype), self.packed
+        if packed is None:
+            return frozen * width
+        in_form = min(frozen, self.shape.num_layers * packed.weights)
+        return in_form * packed.weight_bytes + (frozen - in_form) * width * (width == _MASTER_BYTES)
+
     @property
     def layer_bytes(self) -> int:
         """Bytes of the weights of one decoder layer, computed from the shape."""

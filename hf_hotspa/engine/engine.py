@@ -132,7 +132,8 @@ class HotSPaEngine:
         strategies, runner = self._switching.pool.strategies, options.runner
         by_stage = strategies[0] if runner is not None and runner.by_stage else None
         home = options.master_device(device)
-        self.master = MasterStore(self.description.vector, rank, world_size, home, device, by_stage)
+        in_place = self._switching.pool.in_place
+        self.master = MasterStore(self.description.vector, rank, world_size, home, device, by_stage, in_place=in_place)
         self.initial = InitialWeights()
         if weights is not None and self.description.added is not None:
             self.initial = InitialWeights(base_digest=load_below_adapter(weights, model, self.master, self.agreement))
@@ -449,7 +450,8 @@ class HotSPaEngine:
         agreement, vector = self.agreement, self.description.vector
         agreement.run("set-up of a second model", lambda: check_same_build(model, self.description, self._make.buffers))
         home = self.options.master_device(self.device)
-        store = MasterStore(vector, self.rank, self.world_size, home, self.device, trained=False)
+        in_place = self._switching.pool.in_place
+        store = MasterStore(vector, self.rank, self.world_size, home, self.device, trained=False, in_place=in_place)
         fill_from_model(model, store, agreement, self._groups.switch)
         return store
 

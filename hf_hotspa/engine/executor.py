@@ -97,10 +97,10 @@ class BoundRound:
                 self.adds.append((message.peer, views, _split(landing, message)))
             elif not in_place:
                 self.unpacks.append((views, _split(landing, message)))
-        self.local = (
-            [_view(local.target, buffers) for local in current.local],
-            [_view(local.source, buffers) for local in current.local],
-        )
+        moves = [(_view(local.target, buffers), _view(local.source, buffers)) for local in current.local]
+        # frozen weights in place: the source is a part of the target
+        moves = [(target, source) for target, source in moves if target.data_ptr() != source.data_ptr()]
+        self.local = [target for target, _ in moves], [source for _, source in moves]
         # bytes moved inside the rank, in the target dtype
         self.local_bytes = sum(view.numel() * view.itemsize for view in self.local[0])
         self.sent_bytes = sum(message.num_bytes for message in current.sends)
@@ -256,7 +256,8 @@ class SwitchExecutor:
     def steps(
         self,
         plan: SwitchPlan,
-        source: Buffers,  # the buffers of the source layout; unchanged, not overlapping the target buffers
+        # the buffers of the source layout; unchanged. They overlap the target buffers only where these keep their elements
+        source: Buffers,
         target: Buffers,  # the buffers of the target layout; a load copies into them, a gradient return adds to them
         # None only for segments outside the plan. Local copies are converted directly from source to target dtype.
         wire_dtypes: Wires,

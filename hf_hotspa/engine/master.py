@@ -1,4 +1,8 @@
-"""The master store: each element of the parameter vector on exactly one rank, in fp32, with its gradient.
+"""The master store: each element of the parameter vector on exactly one rank, with its gradient.
+
+Trained weights are in fp32; frozen ones have no gradient, and the dtype of the given model. If all strategies of a run
+have all of a frozen segment on every rank, its memory is in the store, the rank's share is a part of it, and strategies
+compute with it: it exists once.
 
 The only authority on the weights: strategies load from it, gradients return to it, and only the optimizer step changes
 it. Optimizers see one 1-D view per parameter under its Hugging Face name. Parameter groups and schedulers work as
@@ -131,6 +135,7 @@ class MasterStore:
         compute_device: torch.device | None = None,
         by_stage: Strategy | None = None,  # see `master_layout`
         trained: bool = True,  # whether there will be gradients; otherwise strategies only load from it
+        in_place: Collection[int] = (),  # the segments of which each rank keeps all, see `PlanPool.in_place`
     ) -> None:
         self.vector, self.rank, self.world_size, self.device = vector, rank, world_size, device
         self.by_stage = by_stage
@@ -139,13 +144,20 @@ class MasterStore:
         self.layout: Layout = master_layout(vector, world_size, by_stage)
         self.frozen_version = 0  # counts changes of frozen weights, so that strategies know when their copies are old
         self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model that has them, and the version
+        self.in_place: dict[int, Tensor] = {}  # all of these segments, 1-D
+        self.completed = 0  # the `frozen_version` for which the other ranks' shares of them are here
         # by segment, 1-D in the segment's master dtype; None if this rank owns nothing of it
         self.weights: list[Tensor | None] = []
         self.gradients: list[Tensor | None] = []  # likewise, for trained segments
+        owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
         for segment in vector.segments:
             size, dtype = self.layout.sizes[rank][segment.index], getattr(torch, segment.master_dtype)
             memory = {"dtype": dtype, "device": device, "pin_memory": pinned}
-            self.weights.append(torch.empty(size, **memory) if size else None)
+            if segment.index in in_place:
+                whole = self.in_place[segment.index] = torch.empty(segment.numel, **memory)
+                self.weights.append(whole[owned[segment.index].start - segment.start :][:size] if size else None)
+            else:
+                self.weights.append(torch.empty(size, **memory) if size else None)
             has_gradient = size and segment.trainable and trained
             self.gradients.append(torch.zeros(size, **memory) if has_gradient else None)
         # 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model. Their `.grad` is a view of
@@ -154,7 +166,6 @@ class MasterStore:
         self._views: dict[str, Tensor] = {}
         self._bound: Collection[str] = ()
         self.reached = frozenset[str]()  # the parameters with a gradient on any rank since gradients were zeroed
-        owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
         # this rank's part of each parameter, by Hugging Face name
         self.shares = {spec.name: _share(spec, vector.segment_of(spec).index, owned) for spec in vector.specs}
         for name, (spec, start, stop, index, low) in self.shares.items():
@@ -240,6 +251,11 @@ class MasterStore:
             before()
             sizes = [of_rank[segment.index] for of_rank in self.layout.sizes]
             yield from _parts(_whole(own, sizes, dtype, self, group, to), segment.start, specs, dtype_of)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank has all of the segments in place; the same on all ranks."""
+        return not self.in_place or self.world_size == 1 or self.completed == self.frozen_version
 
     def note_frozen_in(self, model: nn.Module) -> None:
         """Notes that a model has the frozen weights of this store."""

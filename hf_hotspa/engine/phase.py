@@ -275,7 +275,8 @@ class PhaseRunner:
     def _take(self, previous: "PhaseRunner | None", store: MasterStore) -> tuple[SwitchPlan, Buffers | None]:
         """Takes the weight buffers; returns the plan that fills them, and its second source.
 
-        If the buffers still hold these weights from an earlier load, the plan leaves out the frozen ones.
+        If the buffers still hold these weights from an earlier load, the plan leaves out the frozen ones. Frozen weights
+        in place are the store's; after they have changed, all ranks' shares are collected once.
         """
         self.act, switching, strategy = "load", self._switching, self.mesh.strategy
         keeps = switching.arenas.keeps_last and previous is not None and 3 not in (strategy.z, previous.mesh.strategy.z)
@@ -283,9 +284,15 @@ class PhaseRunner:
         known = switching.pool.has_frozen and strategy.z != 3 and store is self._master
         holder = (str(self.layout), self._master.frozen_version) if known else None
         self.weights, again = switching.arenas.take_weights(self._places[0], holder)
+        for segment, whole in store.in_place.items():
+            self.weights[segment] = whole
+        if not store.is_complete:
+            switching.start(switching.pool.completion, store.weights, self.weights)
+            store.completed = store.frozen_version
         plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
         frozen_bytes = switching.frozen_bytes(plan) if switching.frozen_segments else 0
-        self._loaded = _Loaded(store, holder, switching.frozen_segments if again else frozenset(), frozen_bytes)
+        there = switching.frozen_segments if again else switching.pool.in_place
+        self._loaded = _Loaded(store, holder, there, frozen_bytes)
         return plan, kept.weights if kept else None
 
     def compute(

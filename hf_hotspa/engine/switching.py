@@ -7,7 +7,7 @@ returns its job, which runs beside the computation or is already done.
 import gc
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +19,16 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchExecutor, SwitchJob, SwitchStats, SwitchWorker, Wires
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.errors import DeviceMemoryError, check_choice
-from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
+from hf_hotspa.layout.placement import (
+    Layout,
+    gradient_layout,
+    held_in_place,
+    master_layout,
+    part_of_layout,
+    strategy_layout,
+)
 from hf_hotspa.layout.stages import nested_orders
-from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.layout.vector import ParameterVector, Segment
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.plan.planner import PLANNERS, order_phases, plan_load, plan_return
@@ -70,15 +77,29 @@ class PlanPool:
         self._vector, self._cluster, self._planner = vector, cluster, planner
         self._weight_sizes, self._gradient_sizes = weight_sizes, gradient_sizes
         self._layouts = {strategy: strategy_layout(vector, strategy) for strategy in self.strategies}
-        trainable = {segment.trainable for segment in vector.segments}
-        # whether some weights are frozen and others trained; some loads then have only the trained ones
-        self.has_frozen = trainable == {True, False}
+        self.in_place = frozenset[int]()  # segments that every rank holds once, for the master store and all strategies
         first = {own.layout: own for own in reversed(self.strategies)}
         self._twins = {own: first[own.layout] for own in self.strategies}
         self._loads: dict[tuple[Strategy | None, Strategy, bool], SwitchPlan] = {}
         self._returns: dict[Strategy, SwitchPlan] = {}
         self._of_units: dict[tuple[Strategy, int, bool], SwitchPlan] = {}
         self._orders: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
+
+    def hold_in_place(self) -> None:
+        """Leaves the frozen weights out of all loads that every rank can hold in place: strategies then compute with the
+        memory of the master store. Before any plan is made."""
+        self.in_place = held_in_place(self._vector, self._layouts.values())
+        if any(strategy.z == 3 for strategy in self.strategies):
+            self.in_place &= set(self.units.resident)
+
+    @property
+    def _moved(self) -> list[Segment]:
+        return [segment for segment in self._vector.segments if segment.index not in self.in_place]
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether loads have frozen weights and trained ones; some then have only the trained ones."""
+        return {segment.trainable for segment in self._moved} == {True, False}
 
     @property
     def num_layouts(self) -> int:
@@ -91,21 +112,29 @@ class PlanPool:
     def load(self, strategy: Strategy, previous: Strategy | None = None, trained_only: bool = False) -> SwitchPlan:
         """The plan that fills a strategy's weights; with `+z3` only those that stay for the complete phase. `previous`:
         the strategy whose weights of the same optimizer step are still in memory, for `second_source`. `trained_only`:
-        leave out the frozen weights, which are already in its buffers."""
+        leave out the frozen weights, which are already in its buffers. Those in place are always left out."""
         strategy, previous = self._twins[strategy], self._twins.get(previous) if previous else None
         streams = strategy.z == 3 or (previous is not None and previous.z == 3)
         drawn = previous if self.second_source and previous != strategy and not streams else None
         key = drawn, strategy, trained_only
         if key not in self._loads:
             sources = [self.master] if drawn is None else [self.master, self._layouts[drawn]]
-            whole = self._layouts[strategy]
-            target = trained_layout(self._vector, whole) if trained_only else whole
+            target = self._layouts[strategy]
+            if trained_only or self.in_place:
+                loaded = {segment.index for segment in self._moved if segment.trainable or not trained_only}
+                target = part_of_layout(target, loaded, "trained weights" if trained_only else "loaded weights")
             plan = plan_load(sources, target, self._cluster, self._weight_sizes, self._planner)
             if strategy.z == 3:
                 self._add_units(strategy, plan, True)
                 plan = plan.only(self.units.resident, _RESIDENT)
             self._loads[key] = plan
         return self._loads[key]
+
+    @cached_property
+    def completion(self) -> SwitchPlan:
+        """The plan that gives every rank all of the weights in place, from the shares of the master store."""
+        target = part_of_layout(self._layouts[self.strategies[0]], self.in_place, "weights in place")
+        return plan_load([self.master], target, self._cluster, self._weight_sizes, self._planner)
 
     def return_gradients(self, strategy: Strategy) -> SwitchPlan:
         """The plan that adds a strategy's gradients to the master store; with `+z2` and `+z3` those outside units."""
@@ -174,6 +203,8 @@ class PlanPool:
         own = tuple(dict.fromkeys(self._twins.values()))
         whole = [strategy for strategy in own if strategy.z != 3]
         plans = [plan for s in own for plan in (self.load(s), self.return_gradients(s))]
+        if self.in_place and self._cluster.world_size > 1:
+            plans.append(self.completion)
         if self.second_source:
             plans += [self.load(b, a) for a in whole for b in whole if a != b]
         if self.has_frozen:
@@ -407,22 +438,16 @@ class Switching:
             planner=options.planner,
             by_stage=runner is not None and runner.by_stage,
         )
-        self.pool = self._make_pool(vector)
-        largest = max(
-            arena_bytes(
-                [lay_out(self.pool.layout(s).rank_sizes(r), self.weight_dtypes, self.pool.units.rooms(s).weights)]
-            )
-            for s in strategies
-            for r in range(cluster.world_size)
-        )
+        master_device = options.master_device(device)
+        self._is_apart = apart = master_device.type != device.type
+        self.pool = self._pool_of(vector)
+        largest = max(arena_bytes([self._weight_places(s, r)]) for s in strategies for r in range(cluster.world_size))
         # decided once the layouts are known, before any plan is made
         self.pool.second_source = options.uses_second_source(device, self.pool.num_layouts, largest)
         alone = groups.switch is None
         transport = ProcessGroupTransport(groups.switch, rank)
         forward = None if alone else ProcessGroupTransport(groups.forward)
         masters = [getattr(torch, s.master_dtype) for s in vector.segments]
-        master_device = options.master_device(device)
-        self._is_apart = apart = master_device.type != device.type
         native = {SECOND, RELAY, TARGET} | ({SOURCE} if masters == self.weight_dtypes and not apart else set())
         overlap = options.overlap(device)
         self.executor = SwitchExecutor(
@@ -440,10 +465,17 @@ class Switching:
         self.worker = SwitchWorker(device, on_failure) if overlap or streams else None  # beside the computation
         self._epoch = 0
 
+    def _pool_of(self, vector: ParameterVector) -> PlanPool:
+        pool = self._make_pool(vector)
+        if not self._is_apart:
+            pool.hold_in_place()
+        return pool
+
     def _forecast(self, vector: ParameterVector) -> MemoryForecast:
         """This rank's memory with the current pool of plans."""
         strategies, rank, runner = self.pool.strategies, self._rank, self._runner
         own = [0] * len(vector.segments) if self._is_apart else self.pool.master.rank_sizes(rank)
+        own = [s.numel if s.index in self.pool.in_place else n for s, n in zip(vector.segments, own, strict=True)]
         masters = [getattr(torch, segment.master_dtype) for segment in vector.segments]
         of_weights, of_gradients = zip(*map(self.places, strategies), strict=True)
         weights = (2 if self.pool.second_source else 1) * arena_bytes(of_weights)
@@ -463,7 +495,7 @@ class Switching:
         """Makes all plans anew for another stage partition; no switch may be running. Not collective. Raises
         `DeviceMemoryError`: the device cannot hold the strategies; `pool` and `forecast` are already the new ones."""
         second_source = self.pool.second_source
-        self.pool = self._make_pool(vector)
+        self.pool = self._pool_of(vector)
         self.pool.second_source = second_source
         self.forecast = self._forecast(vector)
         self.check_memory()
@@ -475,7 +507,11 @@ class Switching:
     def places(self, strategy: Strategy) -> tuple[Places, Places]:
         """Where the buffers of a strategy's weights and of its gradients lie on this rank."""
         sizes, rooms = self.pool.layout(strategy).rank_sizes(self._rank), self.pool.units.rooms(strategy)
-        return lay_out(sizes, self.weight_dtypes, rooms.weights), lay_out(sizes, self.gradient_dtypes, rooms.gradients)
+        return self._weight_places(strategy, self._rank), lay_out(sizes, self.gradient_dtypes, rooms.gradients)
+
+    def _weight_places(self, strategy: Strategy, rank: int) -> Places:
+        own = [None if i in self.pool.in_place else dtype for i, dtype in enumerate(self.weight_dtypes)]
+        return lay_out(self.pool.layout(strategy).rank_sizes(rank), own, self.pool.units.rooms(strategy).weights)
 
     def check_memory(self) -> None:
         """Raises `DeviceMemoryError` if the forecast is above the given limit, or above the device's free memory."""

@@ -11,7 +11,7 @@ Pure functions; numpy int64; sizes are in elements.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -64,6 +64,11 @@ class Placement:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+    def is_complete(self, numel: int) -> bool:
+        """Whether every rank holds all `numel` elements of the segment in their order."""
+        whole = len(self.ranks) == len(self.sizes) and not self.starts.any() and not self.offsets.any()
+        return whole and bool((self.stops == numel).all() and (self.sizes == numel).all())
 
     def rows(self, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int, int, int]]:
         """Yields `(rank, start, stop, offset)` of intervals `[low, high)`."""
@@ -309,14 +314,23 @@ def strategy_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
     return _placed(str(strategy), vector, strategy, lambda slot, _: slot.intervals())
 
 
-def trained_layout(vector: ParameterVector, layout: Layout) -> Layout:
-    """Returns the layout without frozen weights. The sizes of their buffers do not change."""
+def part_of_layout(layout: Layout, segments: Collection[int], what: str) -> Layout:
+    """Returns the layout of these segments, which `what` names. The sizes of the other buffers do not change."""
     nothing = np.empty((0, 4), np.int64)
     placements = tuple(
-        placement if segment.trainable else place(nothing, placement.sizes)
-        for segment, placement in zip(vector.segments, layout.placements, strict=True)
+        placement if segment in segments else place(nothing, placement.sizes)
+        for segment, placement in enumerate(layout.placements)
     )
-    return Layout(f"trained weights of {layout.name}", layout.world_size, layout.bases, placements)
+    return Layout(f"{what} of {layout.name}", layout.world_size, layout.bases, placements)
+
+
+def held_in_place(vector: ParameterVector, layouts: Iterable[Layout]) -> frozenset[int]:
+    """Returns the frozen segments that every rank holds complete in each of the layouts, in the dtype of the master store:
+    one copy on a rank serves the store and all strategies."""
+    in_place = {segment for segment in vector.segments if segment.has_one_form}
+    for layout in layouts:
+        in_place = {segment for segment in in_place if layout.placements[segment.index].is_complete(segment.numel)}
+    return frozenset(segment.index for segment in in_place)
 
 
 def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:

@@ -195,6 +195,11 @@ class Segment:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def has_one_form(self) -> bool:
+        """Whether it is frozen, and strategies compute in the dtype of the master store."""
+        return not self.trainable and self.dtype == self.master_dtype
+
 
 @dataclass(frozen=True)
 class UnitCosts:

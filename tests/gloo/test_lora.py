@@ -26,6 +26,7 @@ CASES = {
     "transposed experts": (
         "gpt_oss", "dp2pp2:10@20,pp4:60@66", {"target_parameters": ["experts.down_proj", "gate_up_proj"], "target_modules": ["q_proj"]},
     ),
+    "in place": ("llama_gqa_bias", "dp4:5@24,dp2cp2+rc:16@40,cp4:60@66", {}),
     "saving memory": ("llama_gqa_bias", "dp4+rc:12@32,dp2tp2+sp:30@32,tp2pp2+sp+rc:60@66", {}),
 }  # fmt: skip
 
@@ -130,7 +131,8 @@ def steps(rank, world_size, buckets, options):
 
 STAYS = {
     "one strategy": ("pp2:60", {}, [True, False, False, True]),
-    "overlap": ("dp2:60", {"overlap_load": True, "overlap_return": True}, [True, False, False, True]),
+    "overlap": ("pp2:60", {"overlap_load": True, "overlap_return": True}, [True, False, False, True]),
+    "in place": ("dp2:16@32,cp2:60", {"overlap_load": True, "overlap_return": True}, [False] * 4),
     "two strategies, one memory": ("dp2:16@32,tp2:60", {}, [True, False, False, True]),
     "two strategies, two memories": ("dp2:16@32,tp2:60", {"second_source": True}, [True, False, False, True]),
 }

@@ -83,6 +83,11 @@ def test_one_dequantized_weight_at_a_time(form):
             assert most == 4 * weights == 4 * 256 * 768 / (2 if "tp2" in strategy else 1), strategy
 
 
+def storage_bytes(tensors):
+    """Of the storages of tensors, each counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 class Beside(Allocated):
     """Counts what is made of new storages; views of those that are there are none."""
 
@@ -127,7 +132,7 @@ def peaks(rank, world_size, folder, lengths, form):
             memory = calibration.memory_model(sizes, MemoryOptions(switch_bytes=2 << 16))
             (bucket,) = engine.buckets
             predicted = memory.breakdown(bucket.strategy, length, longest=length)
-            states = sum(share.nbytes for share in store)
+            states = storage_bytes(store)
             found[strategy, length] = states + allocated.peak, predicted.total - predicted.optimizer
             engine.close()
     return found

@@ -10,7 +10,7 @@ from written_plans import traffic_of  # type: ignore[import-not-found]
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.placement import trained_layout
+from hf_hotspa.layout.placement import part_of_layout
 from hf_hotspa.layout.vector import build_vector
 from hf_hotspa.plan.switch_plan import SECOND, SRC_STORE, SwitchPlan, overlapped_seconds
 from hf_hotspa.strategy import Strategy
@@ -140,7 +140,34 @@ def test_a_load_of_the_trained_weights_alone_moves_these_and_no_frozen_ones() ->
             assert delivered(part, frozen) == 0
             assert delivered(part, trained) >= needed > 0  # relays move some twice
             assert delivered(whole, frozen) > 0
-            assert layout.sizes == trained_layout(model.vector, layout).sizes
+            assert layout.sizes == part_of_layout(layout, {0}, "first segment").sizes
+
+
+def test_frozen_weights_that_every_rank_has_complete_are_in_place_and_in_no_load() -> None:
+    whole = cut_vector(rows=64, layers=4)
+    last = len(whole.specs) - 1
+    specs = [replace(spec, trainable=index == last) for index, spec in enumerate(whole.specs)]
+    vector = build_vector(specs, whole.layer_costs, whole.head_cost)
+    frozen = {segment.index for segment in vector.segments if not segment.trainable}
+    sizes = [2] * len(vector.segments)
+
+    def pool(*names: str) -> PlanPool:
+        made = PlanPool(vector, [Strategy.parse(name) for name in names], Cluster(4, 2), sizes, sizes)
+        assert not made.in_place
+        made.hold_in_place()
+        return made
+
+    for names in (("dp4",), ("dp4", "dp2cp2", "cp4+rc"), ("dp4+z2", "dp4")):
+        held = pool(*names)
+        assert held.in_place == frozen, names
+        assert not held.has_frozen
+        only_frozen = [int(index in frozen) for index in range(len(sizes))]
+        assert all(delivered(held.load(strategy), only_frozen) == 0 for strategy in held.strategies)
+        assert held.completion in held.plans()
+        assert delivered(held.completion, only_frozen) >= 4 * sum(vector.segments[i].numel for i in frozen)
+        assert delivered(held.completion, [1 - each for each in only_frozen]) == 0
+    for names in (("dp4", "tp4"), ("dp2tp2",), ("pp4",), ("dp4", "dp4+z3")):
+        assert not pool(*names).in_place, names
 
 
 def test_an_unknown_planner_is_refused() -> None:
