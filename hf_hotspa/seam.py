@@ -38,6 +38,7 @@ FEATURES = (
     "token_chunks",
     "low_bit_optimizers",
     "heads",
+    "images",
 )
 """Names of folders. Attachments of a replica are made in this order."""
 
@@ -107,6 +108,8 @@ class Described:
     added: Callable[[], Any] = lambda: None
     # reads how tokens are read of a model without a vocabulary's head (`model.model_kind.Readout`); None for another model
     readout: Callable[[], Any] = lambda: None
+    # reads what enters passes beside tokens (`switched.passes.SideInputs`); None for nothing
+    side_inputs: Callable[[], Any] = lambda: None
     # finds the model in a chain of modules, and its name prefix there (`parallel.wrapped_model.bare_model`); None for none
     in_chain: Callable[[], Any] = lambda: None
     # returns how many layers add an auxiliary loss (`parallel.head_loss`), or called with True, would if asked to; raises

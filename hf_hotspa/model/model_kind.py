@@ -227,6 +227,8 @@ def keep_text(model: PreTrainedModel) -> None:
     for name, child in list(around.named_children()):
         if name != inner and any(True for _ in child.parameters()):
             setattr(around, name, None)
+    for name in list(around._parameters):
+        setattr(around, name, None)
     around.forward = TextForward(around, inner)
 
 

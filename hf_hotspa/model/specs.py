@@ -80,11 +80,12 @@ class ModelDescription:
     # its layers whose frozen weights are held in another form, by name without the adapter
     packed: Mapping[str, PackedLayer] = field(default_factory=dict)
     readout: Readout | None = None  # how tokens are read, in the place of a vocabulary's head
+    side_inputs: object = None  # what enters passes beside tokens (`switched.passes.SideInputs`), or None
 
     def digest(self) -> str:
         """Equal on ranks whose models and layouts agree."""
         added = self.added.digest() if self.added is not None else ""
-        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {added} {self.paddings} {sorted(self.switched_off)} {self.packed} {self.readout}"
+        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {added} {self.paddings} {sorted(self.switched_off)} {self.packed} {self.readout} {self.side_inputs}"
 
     def local_name(self, name: str) -> str:
         """A parameter's name in `model_class`."""
@@ -350,6 +351,7 @@ def describe_model(
         added=added,
         packed=packed,
         readout=structure.readout,
+        side_inputs=next(filter(None, (hook(model, compute_dtype).side_inputs() for hook in hooks("describe"))), None),
     )
 
 

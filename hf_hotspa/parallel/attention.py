@@ -306,7 +306,7 @@ class PackedSequences:
     cu_seqlens: Tensor  # int32 [number of sequences + 1], the running sum of the lengths, on the device of the row
     # the tokens before the row, if a sequence began elsewhere; else None
     prefix: Prefix | None = field(default=None, compare=False)
-    # how to attend if the row is a part of a pack; None if it is the pack
+    # how to attend if the row is a part of a pack, or in another way than `attend`; else None
     divided: AttendsDivided | None = field(default=None, compare=False)
     # with `divided`, the keys of each piece of a sequence, if they are gathered
     gathered_keys: tuple[int, ...] | None = field(default=None, compare=False)
@@ -324,6 +324,7 @@ class PackedSequences:
     first_tokens: tuple[int, ...] = field(default=(), compare=False)
     # linear attention's states before and behind the row; None for whole sequences
     carried: Any = field(default=None, compare=False)
+    beside: object = field(default=None, compare=False)  # what an attachment knows of it
     division: Any = field(default=None, compare=False)  # how the pack is divided if the row is a part of it
     # cached plans of linear-attention layers, by the width of their convolution
     plans: dict[int, Any] = field(default_factory=dict, compare=False)

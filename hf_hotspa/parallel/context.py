@@ -518,7 +518,7 @@ def _attend_by_heads(
     if call.sinks is not None:
         call = replace(call, sinks=call.sinks.chunk(context.size)[context.index])
     query, key, value = tokens_to_heads(division, query, key, value)
-    out = attend(module, query, key, value, call, whole)
+    out = (whole.divided or attend)(module, query, key, value, call, whole)
     return heads_to_tokens(division, out.transpose(1, 2))[0].transpose(1, 2).contiguous()
 
 

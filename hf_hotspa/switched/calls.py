@@ -28,7 +28,6 @@ from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.rows.read_row import IGNORED_LABEL
 from hf_hotspa.switched.passes import (
     FLAT_COLUMNS,
-    Comparison,
     Document,
     Documents,
     Passes,
@@ -38,6 +37,7 @@ from hf_hotspa.switched.passes import (
     Wanted,
     facts_of,
 )
+from hf_hotspa.switched.tape import Comparison
 from hf_hotspa.typed import reading_state
 
 Batch = Mapping[str, Tensor | None]
@@ -139,6 +139,7 @@ class Request:
     adapters: tuple[str, ...] | None = None  # the names of those that act; None in a model without any
     against: Comparison | None = None
     changes: str = ""  # earlier changes of the model object, as text
+    side: Mapping[str, Any] = field(default_factory=dict)  # what `SideInputs` are made of
 
     @classmethod
     def of_tokens(cls, given: Mapping[str, Any], trains: bool, training: bool) -> "Request":
@@ -523,7 +524,7 @@ class Steps:
         step, rest = self.now, [part[2:] for part in arrived]
         step.waiting = []
         for batch, mine in zip(window.batches, documents, strict=True):
-            ends = [2 + 2 * int(part[1]) for part in rest]
+            ends = [2 + 3 * int(part[1]) for part in rest]
             facts = [part[:end] for part, end in zip(rest, ends, strict=True)]
             rest = [part[end:] for part, end in zip(rest, ends, strict=True)]
             step.waiting.append(Call(batch, mine, facts, step.documents, self, training))

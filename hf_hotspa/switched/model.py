@@ -160,9 +160,7 @@ class CalledModel(DistributedDataParallel):
         batch: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         if self._readout is not None:
             return self._read_tokens(self._readout, batch | asked)
-        others: dict[str, object] = {**asked}
-        for name in asked.keys() & Asked.__annotations__.keys():
-            del others[name]
+        others, of_side = self._others(asked)
         error = unreadable(input_ids, others, self._columns, self.engine.rank) if others or input_ids is None else None
         for name in ("labels", "shift_labels", "seq_idx", *passes.FLAT_COLUMNS, *self._columns):
             batch[name] = asked.get(name)
@@ -187,6 +185,7 @@ class CalledModel(DistributedDataParallel):
             given_items=items,
             function=None if function is ForCausalLMLoss else function,
             against=against,
+            side=of_side,
         )
         if against is not None:
             error = error or request.error(self.engine.rank)
@@ -197,6 +196,12 @@ class CalledModel(DistributedDataParallel):
             return outputs.of_trl()
         out = outputs.of_transformers()
         return out if asked.get("return_dict") is not False else out.to_tuple()
+
+    def _others(self, asked: Asked) -> tuple[dict[str, object], dict[str, object]]:
+        """The arguments without a parameter of their name: unknown ones, and what `SideInputs` are made of."""
+        names = self._passes.side.names if self._passes.side is not None else frozenset[str]()
+        others = {name: value for name, value in asked.items() if name not in Asked.__annotations__}
+        return {n: v for n, v in others.items() if n not in names}, {n: v for n, v in others.items() if n in names}
 
     def _read_tokens(self, readout: Readout, given: dict[str, Any]) -> Any:
         """What the model's own forward makes of the numbers of this rank's tokens."""
@@ -221,7 +226,28 @@ class CalledModel(DistributedDataParallel):
         if request.changes:
             self._apply_changes()
         facts = self._passes.exchange.facts(mine, self._meet.sizes)
-        return Call(request.batch, documents, facts, passes.Documents(), self._steps, request.training)
+        return self._with_side(
+            Call(request.batch, documents, facts, passes.Documents(), self._steps, request.training), request
+        )
+
+    def _with_side(self, call: Call, request: Request) -> Call:
+        """A call with what enters beside its tokens. Collective."""
+        side, of = self._passes.side, call.of_step
+        if side is None or not any(map(of.side.__getitem__, call.everything)):
+            return call
+        given = (
+            self._bare, {**request.batch, **request.side, "against": request.against}, call.documents, request.trains,
+        )  # fmt: skip
+        if self._changes is not None:
+            self.engine.beside.load(self._steps.version, request.trains)
+        try:
+            with model_object.structure_only():
+                made = self.engine.agreement.run(self._steps.place, lambda: side.make(self._passes, *given))
+        except HotspaError:
+            self._steps.drop()
+            raise
+        of.beside |= zip(call.mine, made, strict=True)
+        return call
 
     def _read(
         self, request: Request, error: HotspaError | None, is_known: bool = False
@@ -240,7 +266,8 @@ class CalledModel(DistributedDataParallel):
             error = model_object.nothing_to_train(request.adapters, self._adapters.trained, self.engine.rank)
         if error is None and not is_known:
             try:
-                return self._documents(request.batch), None
+                documents, side = self._documents(request.batch), self._passes.side
+                return documents if side is None else side.counted({**request.batch, **request.side}, documents), None
             except HotspaError as unreadable_rows:
                 error = unreadable_rows
         return [], error
@@ -432,6 +459,10 @@ class SwitchedModel(CalledModel):
         names: tuple[str, ...] = (*passes.ROW_COLUMNS, *passes.FLAT_COLUMNS, *self._columns)
         if self._readout is not None:  # its labels and losses stay in its own forward
             names, num_items = passes.ROW_COLUMNS[:3], None
+        if self._passes.side is not None and any(
+            batch.get(name) is not None for name in self._passes.side.names for batch in batches
+        ):
+            return  # each call makes what enters beside its tokens, with the weights of its step
         rows = [{name: batch.get(name) for name in names} for batch in batches]
         self._announced.append(Window(rows, None if num_items is None else float(num_items)))
 
@@ -499,8 +530,9 @@ class SwitchedModel(CalledModel):
         step = self._steps.now
         step.window, step.waiting = None, []
         facts = self._passes.exchange.facts(mine, sizes)
-        step.calls.append(Call(request.batch, documents, facts, step.documents, self._steps, request.training))
-        return step.calls[-1]
+        call = Call(request.batch, documents, facts, step.documents, self._steps, request.training)
+        step.calls.append(self._with_side(call, request))
+        return call
 
     def _begin(self, request: Request, begins: bool) -> None:
         """Begins a step with its first call."""
@@ -547,14 +579,13 @@ class SwitchedModel(CalledModel):
         exchange = self._passes.exchange
         counts = exchange.sent | self.cut  # fields of the report
         scale, upstream, of_all = self.assumptions.compare(map(float, counts.values()))
-        if scale is None:
-            engine.drop_gradients()
-            step.has_gradients = False
-        elif scale.factor != 1.0:
-            engine.scale_gradients(scale.factor)
+        self._scale_gradients(None if scale is None else scale.factor)
         trains_more = bool(upstream.columns or upstream.of_logits or upstream.auxiliary is not None)
         if trains_more:
             self._train_rest(step.calls, upstream)
+        if self._passes.side is not None:
+            with model_object.structure_only():
+                self._passes.side.flush(step.documents)
         engine.complete(self._changes.frozen)
         self._passes.let_go()
         for training in (True, False):
@@ -570,6 +601,17 @@ class SwitchedModel(CalledModel):
             self.report = replace(report, grad_norm=engine.grad_norm, **counted)
         steps.number += 1
         steps.now = Step()
+
+    def _scale_gradients(self, factor: float | None) -> None:
+        """Multiplies the gradients of what was trained at once; None drops them."""
+        step, side = self._steps.now, self._passes.side
+        if factor is None:
+            self.engine.drop_gradients()
+            step.has_gradients = False
+        elif factor != 1.0:
+            self.engine.scale_gradients(factor)
+        if side is not None:
+            side.scale(step.documents, factor or 0.0)
 
     def _gradients_came(self, calls: Sequence[Call]) -> bool:
         """Whether there are gradients to complete; else the step ends without any. Collective."""

@@ -4,18 +4,18 @@ A scoring pass leaves its last weights loaded, and graphs of some packs if a str
 that follows. `Passes` drops these when something else runs or the weights change.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
@@ -52,6 +52,7 @@ class Document(Row):
     targets: NDArray[np.int64]
     row: int
     begin: int
+    side: int = 0  # tokens with `SideInputs`
 
 
 def read_batch(
@@ -139,6 +140,9 @@ class Documents:
     owners: list[int] = field(default_factory=list)  # the ranks that have read them
     rows: dict[int, Row] = field(default_factory=dict)  # of documents that this rank has read or received
     holders: list[set[int]] = field(default_factory=list)  # which ranks have the tokens of a document
+    side: list[int] = field(default_factory=list)  # tokens with `SideInputs`
+    beside: dict[int, Any] = field(default_factory=dict)  # these, of documents that this rank has read or received
+    moved: list["Move"] = field(default_factory=list)  # the rows that the last plan has moved
     # plans of some documents, for evaluation or not, and this rank's parts
     planned: dict[tuple[tuple[int, ...], bool], tuple[MiniBatchPlan, MiniBatch]] = field(default_factory=dict)
 
@@ -149,12 +153,13 @@ class Documents:
         """Numbers the documents of a call by rank, from each rank's `facts_of`; returns each rank's range."""
         ranges = []
         for owner, of_rank in enumerate(facts):
-            begin, pairs = len(self.lengths), of_rank[2:].reshape(-1, 2)
-            ranges.append(range(begin, begin + len(pairs)))
-            self.lengths += pairs[:, 0].tolist()
-            self.labels += pairs[:, 1].tolist()
-            self.owners += [owner] * len(pairs)
-            self.holders += map(set, [[owner]] * len(pairs))
+            begin, counts = len(self.lengths), of_rank[2:].reshape(-1, 3)
+            ranges.append(range(begin, begin + len(counts)))
+            self.lengths += counts[:, 0].tolist()
+            self.labels += counts[:, 1].tolist()
+            self.side += counts[:, 2].tolist()
+            self.owners += [owner] * len(counts)
+            self.holders += map(set, [[owner]] * len(counts))
         self.rows |= zip(ranges[rank], mine, strict=True)
         return ranges
 
@@ -178,7 +183,8 @@ class Documents:
 
     def _fetch_rows(self, plan: MiniBatchPlan, names: Sequence[str], exchange: "Exchange") -> None:
         """A row travels as its tokens, its targets, and of each column whether it has floats, and their bits."""
-        moves, data, dtype = list[Move](), dict[int, Tensor](), torch.int64 if names else torch.int32
+        data, dtype = dict[int, Tensor](), torch.int64 if names else torch.int32
+        self.moved = moves = list[Move]()
         for number, strategy, replica in places(plan):
             for rank in replica_ranks(strategy, replica):
                 if rank not in self.holders[number]:
@@ -203,14 +209,15 @@ class Documents:
 
 
 def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
-    """Encodes a batch: the bits of its loss denominator, its number of documents, and length and labels of each."""
-    pairs, total = list[int](), 0
+    """Encodes a batch: the bits of its loss denominator, its number of documents, and of each its length, labels and
+    tokens with `SideInputs`."""
+    counts, total = list[int](), 0
     for document in documents:
         labels = int(np.count_nonzero(document.targets != IGNORED_LABEL))
-        pairs += (len(document.ids), labels)
+        counts += (len(document.ids), labels, document.side)
         total += labels
     denominator = np.float64(total if num_items is None else num_items)
-    return [int(denominator.view(np.int64)), len(documents), *pairs]
+    return [int(denominator.view(np.int64)), len(documents), *counts]
 
 
 def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
@@ -289,6 +296,40 @@ class Exchange:
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
+
+
+class SideInputs(Protocol):
+    """What enters passes beside tokens, such as features of images: numbers that other modules of the model object make on the
+    rank that has read a row, and the gradients by them, which come back to it. As plain data: what is made is in
+    `Documents.beside`. Not collective unless it says so; then only if a document has some (`Documents.side`).
+
+    Attributes:
+        names: The arguments of forward that they are made of.
+    """
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def counted(self, given: Mapping[str, object], documents: list[Document]) -> list[Document]:
+        """The documents of a batch with their `side`. `given`: arguments by name. Raises `HotspaError`: naming the row."""
+
+    def make(
+        self, passes: "Passes", model: nn.Module, given: Mapping[str, Any], documents: Sequence[Document], trains: bool
+    ) -> Sequence[object]:
+        """What enters beside each document of a batch, or None. Raises `HotspaError`: the model or its strategies cannot
+        do it, on one rank."""
+
+    def fetch(self, documents: Documents, exchange: Exchange) -> None:
+        """Sends it to where rows were `moved`. Collective."""
+
+    def collect(self, documents: Documents, plan: MiniBatchPlan, exchange: Exchange) -> None:
+        """Adds the gradients of a training pass up, for the ranks that have read the rows. Collective."""
+
+    def scale(self, documents: Documents, factor: float) -> None:
+        """Multiplies the gradients so far."""
+
+    def flush(self, documents: Documents) -> None:
+        """Adds the gradients to the parameters of the modules that made the inputs, on the rank that has read the rows."""
 
 
 class Mode(NamedTuple):
@@ -385,6 +426,7 @@ class Passes:
         self.pools = self.factors(1, slice(0, 1)) is not None  # whether logits are of documents, not of tokens
         # of a replica, if it has such a loss
         self.auxiliary: AuxiliaryLoss | None = next(iter(engine.phases.values())).replica.auxiliary
+        self.side = cast(SideInputs | None, engine.description.side_inputs)
         self._scored: tuple[tuple[int | None, bool, int], Evaluation] | None = None
         self._here, self._coming = dict[int, Tensor](), dict[int, int]()
 
@@ -416,6 +458,8 @@ class Passes:
             if self.choose is not None and not evaluates:
                 buckets, speeds = self.choose(step, [*map(documents.lengths.__getitem__, some)])
             documents.planned[key] = documents.plan(key[0], buckets, speeds, self.collator, self.exchange)
+            if self.side is not None and any(map(documents.side.__getitem__, some)):
+                self.side.fetch(documents, self.exchange)
         return documents.planned[key]
 
     # -- passes -------------------------------------------------------------------------------------------------------
@@ -478,6 +522,8 @@ class Passes:
                     mini_batch, mode.step, facts, add=step.has_gradients, needs_labels=False, training=mode.training,
                     scored=scored,
                 )  # fmt: skip
+            if self.side is not None and any(map(documents.side.__getitem__, some)):
+                self.side.collect(documents, plan, self.exchange)
             for number in list(self._coming):  # documents too short to have tokens on this rank of cp
                 self._receive_logit_upstream(documents, upstream, number)
             if sends:
@@ -528,6 +574,7 @@ class Passes:
             upstream=tokens,
             auxiliary_upstream=None if upstream.auxiliary is None else upstream.auxiliary.to(device),
             own=upstream.own,
+            beside=documents.beside,
             against=mode.against,
         )
 

@@ -13,7 +13,7 @@ documents that it trains. Shapes: n of their tokens, D documents of the step, V 
 rank's shard.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -83,6 +83,7 @@ class Tape:
     logit_upstream: Callable[[int], Tensor | None] | None = None
     auxiliary_upstream: Tensor | None = None  # fp64 [D, gradients of an `AuxiliaryLoss`]
     own: tuple[float, float] | None = None  # for a custom token loss, the factors of its value and of its gradient
+    beside: Mapping[int, object] = field(default_factory=dict)  # by document, see `SideInputs`
     against: "Comparison | None" = None  # gives the first two scores, in the place of log-probability and entropy
     # what `logit_upstream` returned for the running pack's documents
     at_hand: dict[int, Tensor | None] = field(default_factory=dict)

@@ -50,6 +50,8 @@ NAMED = {
     "isolation": Named(r"isolat|delta_?net|mixes_packed", 11, 4),
     # the core knows that tokens may be read in another way than by a vocabulary's head (`Readout`), not how
     "heads": Named(r"\btoken_?heads|classification|reward_?model|\bvalue_?head", 0, 0),
+    # nor what enters beside tokens (`SideInputs`)
+    "images": Named(r"pixel_values|picture_?replica|image_token|\bvision|image features", 0, 0),
 }
 """By the feature's folder."""
 

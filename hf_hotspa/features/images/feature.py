@@ -1,0 +1,40 @@
+"""Rows with images: features of the towers of a multimodal model enter packs at image tokens.
+
+Its hooks; see `hf_hotspa.seam`.
+"""
+
+from typing import TYPE_CHECKING
+
+from hf_hotspa.seam import Described
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hf_hotspa.features.images.picture_replica import PictureReplica
+    from hf_hotspa.features.images.towers import Towers
+    from hf_hotspa.model.options import EngineOptions
+    from hf_hotspa.model.replica import Replica
+    from hf_hotspa.model.specs import ModelDescription
+
+
+def describe(model: "nn.Module", compute_dtype: "torch.dtype | None") -> Described:
+    """The towers of the model."""
+
+    def side_inputs() -> "Towers | None":
+        from hf_hotspa.features.images.towers import read_towers
+
+        return read_towers(model, compute_dtype)
+
+    return Described(side_inputs=side_inputs)
+
+
+def attach(
+    replica: "Replica", description: "ModelDescription", options: "EngineOptions"
+) -> "tuple[PictureReplica, ...]":
+    """Features enter behind the embedding and the first layers."""
+    from hf_hotspa.features.images.picture_replica import PictureReplica
+    from hf_hotspa.features.images.towers import Towers
+
+    towers = description.side_inputs
+    return (PictureReplica(replica, towers.wire, description.base),) if isinstance(towers, Towers) else ()

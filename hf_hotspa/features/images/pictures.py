@@ -1,0 +1,115 @@
+"""What enters packs beside the tokens of a row with images, and how it travels: features as leaves, and their gradients back.
+
+Shapes: L tokens of a row, n of these are image tokens, K tables of features (the first enters behind the embedding, each
+further one behind a layer), h hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_hotspa.packing.bucketing import MiniBatchPlan
+from hf_hotspa.parallel.agreement import replica_ranks
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.switched.passes import Documents, Exchange, Move, places
+
+
+@dataclass(eq=False)
+class Picture:
+    """The images of a row."""
+
+    features: Tensor | None  # [K, n, h], a leaf; None where no layer takes them
+    places: Tensor  # int64 [n], the image tokens
+    positions: Tensor | None  # int64 [3, L]; None if each token's position is its place
+    two_way: bool  # whether consecutive image tokens attend to each other in both directions
+    live: Tensor | None = None  # the features with the graph of the towers, on the rank that has read the row
+    gradient: Tensor | None = None  # of them, there
+
+    def blocks(self) -> Tensor:
+        """int64 [n]: the number of each image token's run of consecutive ones."""
+        begins = torch.ones_like(self.places)
+        begins[1:] = self.places.diff() != 1
+        return begins.cumsum(0)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How pictures travel between ranks, over host memory."""
+
+    image_id: int
+    tables: int  # K
+    hidden: int  # h
+    has_positions: bool  # whether they have three of them
+    dtype: str  # of the features
+
+    def takes(self, strategy: Strategy, rank: int) -> bool:
+        """Whether a rank may have a layer that features enter; other stages need positions and blocks."""
+        return self.tables > 1 or strategy.coord(rank).pp == 0
+
+    def fetch(self, of: Documents, exchange: Exchange, requires_grad: bool) -> None:
+        """Sends pictures to the ranks that have just received the tokens of their rows."""
+        dtype, moves = getattr(torch, self.dtype), [move for move in of.moved if of.side[move.document]]
+        sent = dict[int, Tensor]()
+        for move in moves:
+            if move.source == exchange.rank:
+                sent[move.document] = self._numbers(of.beside[move.document])
+        sized = [move._replace(size=1 + 3 * of.lengths[move.document] * self.has_positions) for move in moves]
+        for move, numbers in exchange.deliver("rows", sized, sent, torch.int32):
+            places = torch.from_numpy((of.rows[move.document].ids == self.image_id).nonzero()[0])
+            positions = numbers[1:].view(3, -1).long() if self.has_positions else None
+            of.beside[move.document] = Picture(None, places, positions, bool(numbers[0]))
+        sized = [move._replace(size=self.tables * of.side[move.document] * self.hidden) for move in moves]
+        features = {
+            move.document: of.beside[move.document].features.detach().to("cpu", dtype).flatten()
+            for move in moves
+            if move.source == exchange.rank
+        }
+        for move, numbers in exchange.deliver("rows", sized, features, dtype):
+            of.beside[move.document].features = (
+                numbers.view(self.tables, -1, self.hidden).clone().requires_grad_(requires_grad)
+            )
+
+    def _numbers(self, picture: Picture) -> Tensor:
+        head = torch.tensor([picture.two_way], dtype=torch.int32)
+        if not self.has_positions:
+            return head
+        assert picture.positions is not None
+        return torch.cat([head, picture.positions.to("cpu", torch.int32).flatten()])
+
+    def collect(self, of: Documents, plan: MiniBatchPlan, exchange: Exchange) -> None:
+        """Adds the gradients of features up, on the rank that has read the row. Without sequence parallelism all ranks of tp have
+        the same gradient; other ranks have parts."""
+        moves, gradients, dtype = list[Move](), dict[int, Tensor](), getattr(torch, self.dtype)
+        for number, strategy, replica in places(plan):
+            if not of.side[number]:
+                continue
+            size, owner = self.tables * of.side[number] * self.hidden, of.owners[number]
+            for rank in replica_ranks(strategy, replica):
+                if not self.takes(strategy, rank) or (strategy.coord(rank).tp and not strategy.sp):
+                    continue
+                moves.append(Move(number, rank, owner, size))
+                if rank == exchange.rank:
+                    features = of.beside[number].features
+                    own = features.grad if features.grad is not None else torch.zeros_like(features)
+                    gradients[number] = own.to("cpu", dtype).flatten()
+        for move, numbers in exchange.deliver("seeds", moves, gradients, dtype):
+            picture = of.beside[move.document]
+            part = numbers.view(self.tables, -1, self.hidden)
+            picture.gradient = part.clone() if picture.gradient is None else picture.gradient + part
+        for picture in of.beside.values():
+            if picture is not None and picture.features is not None:
+                picture.features.grad = None
+
+
+def backward(pictures: Sequence[Picture]) -> None:
+    """The towers' backward, from the gradients of all their features."""
+    live, gradients = list[Tensor](), list[Tensor]()
+    for picture in pictures:
+        if picture.gradient is not None and picture.live is not None:
+            live.append(picture.live)
+            gradients.append(picture.gradient.to(picture.live.device, picture.live.dtype))
+            picture.gradient = picture.live = None
+    if live:
+        torch.autograd.backward(live, gradients)

@@ -1,0 +1,355 @@
+"""The towers of a multimodal model: its encoders of images and their projectors, run on the rank that has read a row.
+
+The class's own inner forward runs on the model object, without its language model: the embedding returns NaN, and what the
+language model would get is recorded. Rows of the recorded embeddings that are not NaN are features of images; positions, masks and
+what enters behind later layers are recorded beside them. Nothing here is written for a family, and a family that does anything
+else between its towers and its language model raises an error that names it.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from hf_hotspa.costs.divided import ULYSSES, choose_way
+from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
+from hf_hotspa.features.images.picture_replica import mask_of_blocks
+from hf_hotspa.features.images.pictures import Picture, Wire, backward
+from hf_hotspa.model.model_kind import held_rates, other_half, text_base
+from hf_hotspa.packing.bucketing import MiniBatchPlan
+from hf_hotspa.parallel.attention import ATTENTION
+from hf_hotspa.parallel.wrapped_model import bare_model
+from hf_hotspa.switched.passes import Document, Documents, Exchange, Passes
+
+_OF_TEXT = frozenset(
+    [
+        "self",
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "inputs_embeds",
+        "use_cache",
+        "cache_position",
+        "labels",
+        "logits_to_keep",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "kwargs",
+        "args",
+        "mm_encoder_outputs",
+        "image_hidden_states",
+        "vision_feature_layer",
+        "vision_feature_select_strategy",
+    ]
+)
+"""Arguments of an inner forward that are not of images."""
+_OTHERS = "video", "audio", "feature"
+"""Parts of names of arguments of other kinds, which raise an error."""
+_OF_LANGUAGE = frozenset(
+    ("inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds", "cache_position")
+)
+"""The tensors that a language model may get."""
+
+
+@dataclass(frozen=True)
+class Towers:
+    """See above, and `switched.passes.SideInputs`: plain data, the same on all ranks."""
+
+    around: str  # the module around towers and language model
+    language: str  # the language model, inside it
+    names: frozenset[str]
+    wire: Wire
+    trained: bool  # whether some of their parameters were, at the start
+    _known: dict[frozenset[str], bool] = field(default_factory=dict, compare=False, repr=False)
+    """Whether images attend in both directions, by the names of what a batch has."""
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def counted(self, given: Mapping[str, object], documents: list[Document]) -> list[Document]:
+        """See `SideInputs.counted`."""
+        if not _has_pixels(given):
+            return documents
+        rows = [document.row for document in documents]
+        if len(set(rows)) < len(rows) or given.get("position_ids") is not None:
+            raise UnsupportedError(
+                "rows with images that were packed before, or have position_ids",
+                why="images belong to rows, and positions behind an image depend on its size",
+                fix="give one document a row, padded, without position_ids",
+            )
+        counted = [replace(one, side=int((one.ids == self.wire.image_id).sum())) for one in documents]
+        if not any(document.side for document in counted):
+            raise DataError(
+                f"a batch with pixels and without the image token {self.wire.image_id}",
+                fix="give rows and pixels of the same call of the processor, and cut no row",
+            )
+        return counted
+
+    def make(
+        self, passes: Passes, model: nn.Module, given: Mapping[str, Any], documents: Sequence[Document], trains: bool
+    ) -> list[Picture | None]:
+        """See `SideInputs.make`."""
+        assert isinstance(model, PreTrainedModel)
+        self._check(passes, model, given, trains)
+        if not any(document.side for document in documents):
+            return [None] * len(documents)
+        trained = trains and self.trained
+        of_images = {name: given[name] for name in self.names if given.get(name) is not None}
+        key = frozenset(of_images)
+        try:
+            with torch.set_grad_enabled(trained):
+                seen = self._run(passes, model, given, of_images, with_masks=key not in self._known)
+        except HotspaError:
+            raise
+        except Exception as failure:  # whatever the family's code raises
+            raise DataError(
+                f"the images of a batch cannot be encoded: {type(failure).__name__}: {failure}",
+                fix="give rows and pixels of the same call of the processor, and cut no row",
+            ) from failure
+        if key not in self._known:
+            self._known[key] = seen.is_two_way(model, documents)
+        self._refuse_two_way(passes, model, self._known[key])
+        return seen.pictures(documents, self._known[key], self.trained)
+
+    def _check(self, passes: Passes, model: PreTrainedModel, given: Mapping[str, Any], trains: bool) -> None:
+        name = type(model).__name__
+        if given.get("against") is not None:
+            raise UnsupportedError("rows with images that are compared with a teacher", fix="compare rows of text")
+        if trains and passes.engine.updates is not None:
+            raise UnsupportedError(
+                "rows with images, where stages update after every pack", fix="use hotspa_pipeline_mode=synchronous"
+            )
+        half = other_half(model)
+        if any(p.dtype.itemsize == 1 or "4bit" in type(p).__name__ for p in half.values()):
+            raise UnsupportedError(f"the towers of {name} are quantized", fix="leave them as they are (skip_modules)")
+        around = model.get_submodule(self.around)
+        for path, module in around.named_modules():
+            rate = 0.0 if f"{path}.".startswith(f"{self.language}.") else max(held_rates(module).values(), default=0.0)
+            if trains and rate > 0.0:
+                raise UnsupportedError(
+                    f"{path} of {name} has a probability of {rate} for zeros",
+                    why="each rank would draw other numbers than the stock Trainer",
+                    fix="set it to 0",
+                )
+
+    def _refuse_two_way(self, passes: Passes, model: PreTrainedModel, two_way: bool) -> None:
+        """Raises an error for strategies that cut image blocks."""
+        if not two_way:
+            return
+        engine = passes.engine
+        for bucket in engine.buckets:
+            strategy, way = bucket.strategy, engine.options.context_parallel
+            cuts = strategy.cuts_packs or (
+                strategy.cp > 1 and choose_way(strategy, engine.description.shape, way) != ULYSSES
+            )
+            if cuts:
+                raise UnsupportedError(
+                    f"rows with images of {type(model).__name__} under {strategy}",
+                    why="the tokens of an image attend to each other in both directions, and the strategy cuts sequences",
+                    fix="do not compute sequences in chunks, and use context_parallel='ulysses' (hotspa_context_parallel)",
+                )
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        passes: Passes,
+        model: PreTrainedModel,
+        given: Mapping[str, Any],
+        of_images: dict[str, Any],
+        with_masks: bool,
+    ) -> "Recorded":
+        device, dtype = passes.engine.device, passes.engine.description.compute_dtype
+        around = model.get_submodule(self.around)
+        for module in (m for name, m in around.named_modules() if name.partition(".")[0] != self.language):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.data = tensor.data.to(device)
+        own = next(iter(other_half(model).values())).dtype
+        batch = {"input_ids": given["input_ids"], "attention_mask": given.get("attention_mask")} | of_images
+        batch = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.items()}
+        with (
+            _recording(model, around, self.language, "sdpa" if with_masks else ATTENTION) as got,
+            torch.autocast(device.type, dtype=dtype, enabled=own != dtype and dtype.itemsize == 2),
+        ):
+            around(**batch, use_cache=False)
+        return Recorded(got, batch["input_ids"], self.wire)
+
+    # -- in steps -----------------------------------------------------------------------------------------------------
+
+    def fetch(self, documents: Documents, exchange: Exchange) -> None:
+        """See `SideInputs.fetch`."""
+        self.wire.fetch(documents, exchange, requires_grad=self.trained)
+
+    def collect(self, documents: Documents, plan: MiniBatchPlan, exchange: Exchange) -> None:
+        """See `SideInputs.collect`."""
+        if self.trained:
+            self.wire.collect(documents, plan, exchange)
+
+    def scale(self, documents: Documents, factor: float) -> None:
+        """See `SideInputs.scale`."""
+        for picture in documents.beside.values():
+            if picture is not None and picture.gradient is not None:
+                picture.gradient = picture.gradient * factor
+
+    def flush(self, documents: Documents) -> None:
+        """See `SideInputs.flush`."""
+        pictures = [documents.beside[number] for number in sorted(documents.beside)]
+        backward([picture for picture in pictures if picture is not None])
+
+
+def _has_pixels(given: Mapping[str, object]) -> bool:
+    return any("pixel" in name and isinstance(value, Tensor) and value.numel() for name, value in given.items())
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, around: nn.Module, language: str, attention: str) -> Iterator[dict[str, Any]]:
+    """Inside, the embedding returns NaN and the language model what it gets, which is recorded. `attention`: whose masks are
+    made; none of the packed one. What a forward leaves on the module is taken back."""
+    embedding, inner, got = model.get_input_embeddings(), around.get_submodule(language), dict[str, Any]()
+    text, left = model.config.get_text_config(), {n: v for n, v in vars(around).items() if not n.startswith("_")}
+    own, dtype, width = text._attn_implementation, embedding.weight.dtype, text.hidden_size
+
+    def embed(ids: Tensor) -> Tensor:
+        return torch.full((*ids.shape, width), float("nan"), dtype=dtype, device=ids.device)
+
+    def record(**named: object) -> BaseModelOutputWithPast:
+        got.update(named)
+        return BaseModelOutputWithPast(last_hidden_state=got["inputs_embeds"])
+
+    modules = {embedding: embed, inner: record}
+    before = {module: vars(module).get("forward") for module in modules}
+    try:
+        text._attn_implementation = attention
+        for module, forward in modules.items():
+            vars(module)["forward"] = forward
+        yield got
+    finally:
+        text._attn_implementation = own
+        for module, forward in before.items():
+            del vars(module)["forward"]
+            vars(module).update({} if forward is None else {"forward": forward})
+        vars(around).update(left)
+
+
+class Recorded:
+    """What a language model would get for a batch [B, L]. Raises `UnsupportedError`: it gets something unknown."""
+
+    def __init__(self, got: Mapping[str, Any], input_ids: Tensor, wire: Wire) -> None:
+        self._ids, self._wire = input_ids, wire
+        self._embeds, self._masks = got["inputs_embeds"], got.get("attention_mask")
+        self._positions = got.get("position_ids")
+        unknown = [name for name, value in got.items() if _has_tensors(value) and name not in _OF_LANGUAGE]
+        deep = got.get("deepstack_visual_embeds") or []
+        is_image = input_ids == wire.image_id
+        replaced = ~self._embeds.detach().isnan().all(-1)
+        if unknown or len(deep) != wire.tables - 1:
+            raise _unsupported(
+                f"gives its language model {unknown or 'features behind other layers than its config says'}"
+            )
+        if not torch.equal(replaced, is_image):
+            raise _unsupported("puts features at other tokens than the image token")
+        if deep and not torch.equal(got["visual_pos_masks"], is_image):
+            raise _unsupported("adds features behind layers at other tokens than the image token")
+        self._deep, self._rank = deep, (is_image.flatten().cumsum(0) - 1).view(is_image.shape)
+
+    def pictures(self, documents: Sequence[Document], two_way: bool, trained: bool) -> list[Picture | None]:
+        """A picture of each document with images. `trained`: whether gradients by features will come."""
+        made = list[Picture | None]()
+        for document in documents:
+            if not document.side:
+                made.append(None)
+                continue
+            columns = slice(document.begin, document.begin + len(document.ids))
+            places = (self._ids[document.row, columns] == self._wire.image_id).nonzero()[:, 0]
+            at = document.begin + places
+            tables = [self._embeds[document.row, at], *(table[self._rank[document.row, at]] for table in self._deep)]
+            live = torch.stack([table.to(tables[0].dtype) for table in tables])
+            dtype = getattr(torch, self._wire.dtype)
+            leaf = live.detach().to(dtype, copy=True).requires_grad_(trained)
+            positions = self._positions_of(document, columns)
+            kept = live if live.requires_grad else None
+            made.append(Picture(leaf, places.cpu(), positions, two_way, kept))
+        return made
+
+    def _positions_of(self, document: Document, columns: slice) -> Tensor | None:
+        """[3, L] of a document; None if they count its tokens."""
+        positions, wire = self._positions, self._wire
+        counted = torch.arange(len(document.ids))
+        if positions is not None and positions.dim() == 3 and wire.has_positions:
+            return positions[-3:, document.row, columns].cpu()
+        if positions is not None and (
+            positions.dim() != 2 or not torch.equal(positions[document.row % len(positions), columns].cpu(), counted)
+        ):
+            raise _unsupported("gives its language model other positions than the places of tokens")
+        return counted.expand(3, -1).contiguous() if wire.has_positions else None
+
+    def is_two_way(self, model: PreTrainedModel, documents: Sequence[Document]) -> bool:
+        """Whether consecutive image tokens attend to each other in both directions, by the masks. Raises `UnsupportedError`:
+        these are neither that, nor causal."""
+        masks = self._masks if isinstance(self._masks, Mapping) else {"full_attention": self._masks}
+        ways = set[bool]()
+        for kind, mask in masks.items():
+            if not isinstance(mask, Tensor) or mask.dim() != 4:
+                ways.add(False)
+                continue
+            window = model.config.get_text_config().sliding_window if kind.startswith("sliding") else None
+            allowed = mask if mask.dtype == torch.bool else mask == 0
+            for document, picture in zip(documents, self.pictures(documents, True, False), strict=True):
+                if picture is None or document.side < 2:
+                    continue
+                columns = slice(document.begin, document.begin + len(document.ids))
+                blocks = torch.full((len(document.ids),), -1, device=allowed.device)
+                causal = mask_of_blocks(blocks, window)
+                blocks[picture.places] = picture.blocks().to(blocks)
+                own = allowed[document.row, 0, columns, columns]
+                if torch.equal(own, both := mask_of_blocks(blocks, window)) and not torch.equal(both, causal):
+                    ways.add(True)
+                elif torch.equal(own, causal):
+                    ways.add(False)
+                else:
+                    raise _unsupported("masks attention in another way than by causality, windows and images")
+        if len(ways) > 1:
+            raise _unsupported("masks some images in another way than others")
+        return True in ways
+
+
+def _has_tensors(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensors, value)))
+
+
+def _unsupported(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"rows with images: the model {what}",
+        why="features enter packs behind the embedding, at the image token",
+        fix="train a family that docs/images.md names",
+    )
+
+
+def read_towers(model: nn.Module, dtype: torch.dtype | None) -> Towers | None:
+    """The towers of a multimodal model; None if it has none for images, or is a text model."""
+    bare = bare_model(model)[0]
+    if not isinstance(bare, PreTrainedModel) or (base := text_base(bare)) is None:
+        return None
+    outer, _, inner = base.rpartition(".")
+    around, config = bare.get_submodule(outer), bare.config
+    image_id = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    if image_id is None or not hasattr(around, "get_image_features"):
+        return None
+    given = inspect.signature(type(around).forward).parameters.keys() - _OF_TEXT
+    names = frozenset(name for name in given if not any(other in name for other in _OTHERS))
+    deep = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    wire = Wire(
+        image_id,
+        tables=1 + len(deep),
+        hidden=config.get_text_config().hidden_size,
+        has_positions=hasattr(around, "get_rope_index"),
+        dtype=str(dtype or bare.dtype).removeprefix("torch."),
+    )
+    return Towers(outer, inner, names, wire, any(p.requires_grad for p in other_half(bare).values()))

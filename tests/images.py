@@ -1,0 +1,68 @@
+"""Pieces of the tests of rows with images: what a switched model gives for them, compared with the plain model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_hotspa.model.model_kind import other_half
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.strategy import parse_buckets
+from hf_hotspa.switched.model import SwitchedModel
+from tests.oracle import exact_in_double
+from tests.vision_models import batch_of_images, rows_with_images, vision_model, vision_reference
+
+
+def freeze(model: Any, what: str) -> None:
+    """`all`: towers and projector; `tower`: not the projector; `none`."""
+    for name, parameter in other_half(model).items():
+        if what == "all" or (what == "tower" and "project" not in name and "merger" not in name):
+            parameter.requires_grad_(False)
+
+
+def errors_of(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """The largest relative errors of gradients, of the language model and of the other half, and its name; of what should be
+    zero (biases of keys), in units of all."""
+    least = 1e-6 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    worst = {True: 0.0, False: 0.0}
+    for name, gradient in expected.items():
+        error = float((found[name] - gradient).norm() / torch.maximum(gradient.norm(), least))
+        is_text = "language_model" in name or "text_model" in name or "lm_head" in name
+        worst[is_text] = max(worst[is_text], error)
+    return worst[True], worst[False]
+
+
+def image_errors(
+    rank: int,
+    world: int,
+    family: str,
+    bucket_lists: Sequence[str],
+    frozen: str = "all",
+    options: dict[str, Any] | None = None,
+    change: Callable[[SwitchedModel], None] | None = None,
+) -> dict[str, tuple[float, float, float]]:
+    """By buckets: the errors of the loss and of the gradients of the language model and of the other half."""
+    found = {}
+    plain = vision_model(family).train()
+    freeze(plain, frozen)
+    losses, expected = vision_reference(plain, family, [rows_with_images(family, each) for each in range(world)])
+    for buckets in bucket_lists:
+        model = vision_model(family)
+        freeze(model, frozen)
+        switched = SwitchedModel(model, parse_buckets(buckets), EngineOptions(**options or {})).train()
+        if change is not None:
+            change(switched)
+        batch = batch_of_images(family, rows_with_images(family, rank))
+        with exact_in_double(torch.float64):
+            loss = switched(**batch).loss
+            loss.backward()
+            switched.flush()
+            gradients = switched.engine.full_gradients()
+        trained = {
+            name: g
+            for name, g in expected.items()
+            if dict(plain.named_parameters(remove_duplicate=False))[name].requires_grad
+        }
+        found[buckets] = abs(float(loss.detach()) - losses[rank]), *errors_of(gradients, trained)
+        switched.close()
+    return found
