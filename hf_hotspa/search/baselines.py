@@ -86,7 +86,7 @@ class Baseline:
         size = (
             f"per_device_train_batch_size={self.padded}"
             if self.padded
-            else f"packing=True, max_length={self.pack_tokens}"
+            else f"per_device_train_batch_size=1, packing=True, max_length={self.pack_tokens}"
         )
         parts = [
             _ARGUMENTS[self.stage],

@@ -182,6 +182,8 @@ def test_one_device_has_one_setting() -> None:
     assert other.liger
     assert other.seconds is not None
     assert "use_liger_kernel=True" in other.arguments
+    # packs are as long as memory allows, and a config without it would take eight of them at a time
+    assert f"per_device_train_batch_size=1, packing=True, max_length={other.pack_tokens}" in other.arguments
 
 
 def test_the_table_of_a_plan_has_them(capsys: pytest.CaptureFixture[str]) -> None:
