@@ -153,6 +153,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
         max_buckets={"type": whole(MOST_PHASES), "default": 3},
         strategies={"action": "append", "default": []},
     )
+    add_command_flags("plan", parser)
 
 
 def _add_estimate(
@@ -203,6 +204,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         getattr(args, "calibration", None),
         gradients=GradientDtypes(args.grad_accum_dtype, args.grad_wire_dtype),
         schedule=args.pipeline_schedule,
+        features=settings_of_command(args),
         **{name: getattr(args, name) for name in _OPTIONS},
     )
 
@@ -229,7 +231,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    estimate = make_estimate(replace(_setup(args), features=settings_of_command(args)), args.strategy, args.pack_tokens)
+    estimate = make_estimate(_setup(args), args.strategy, args.pack_tokens)
     _print(estimate, args, estimate_text)
     if not estimate.fits:
         bucket = Bucket(estimate.strategy, estimate.pack_tokens, estimate.pack_tokens)

@@ -93,6 +93,14 @@ class Options:
     def check_model(self, description: Any, buckets: Sequence[Any], options: Any) -> None:
         """Checks a `ModelDescription` and `EngineOptions`, on all ranks alike."""
 
+    def row_tokens(self) -> int:
+        """Tokens that it adds to each row, beside the lengths that a plan is given."""
+        return 0
+
+    def plan_notes(self, setup: object) -> Sequence[str]:
+        """What readers of a plan for a `search.setup.Setup` with hardware must know."""
+        return ()
+
     def shown(self, strategy: Any = None) -> Mapping[str, str]:
         """What records and plans say of the settings, by the name of the fact; `strategy` is the run's if it has one."""
         return {}

@@ -170,6 +170,14 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
     return ModelConfig(name, shape, bool(tied), _linears(config, shape), _experts(config, shape))
 
 
+_LIKE_TEXT = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Text models of multimodal families with the layers of a text family, without a pipeline plan in transformers."""
+
+
 class _Config:
     """Validated fields of a config, by their usual names."""
 
@@ -177,13 +185,14 @@ class _Config:
         self.data, self.where = data, where
         self.family = str(data.get("model_type"))
         families = read_json(FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, "install the package again")["families"]
-        if self.family not in families:
+        like = _LIKE_TEXT.get(self.family, self.family)
+        if like not in families:
             raise ModelError(
                 f"the model_type {data.get('model_type')!r} is not a causal language model of transformers",
                 where=where,
                 fix=f"{meant(self.family, families)}{_HOW}; docs/families.md lists the families",
             )
-        self.table: dict[str, Any] = families[self.family]
+        self.table: dict[str, Any] = families[like] | ({} if like == self.family else {"pp": False})
 
     def get(self, name: str) -> int | None:
         own = self.table.get("aliases", {}).get(name, name)

@@ -269,10 +269,11 @@ class PlannedSetup:
     def notes(self) -> list[str]:
         """Returns what the reader must know before using the plan."""
         positions = self.setup.model.shape.max_position_embeddings
+        of_features = [note for each in self.setup.features for note in each.plan_notes(self.setup)]
         if positions is None or self.plan.longest <= positions:
-            return []
+            return of_features
         until = "until max_position_embeddings is raised"
-        return [f"The model has {positions} positions: the trainer rejects longer buckets {until}."]
+        return [*of_features, f"The model has {positions} positions: the trainer rejects longer buckets {until}."]
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -300,6 +301,8 @@ def make_plan(
     assert setup.hardware is not None
     shape = setup.model.shape
     drawn, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings, overlong)
+    more = sum(each.row_tokens() for each in setup.features)
+    drawn, top = [length + more for length in drawn], top + more
     cost, time = setup.cost, setup.cost.time
     # a calibration may know fewer degrees than more devices allow
     strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]

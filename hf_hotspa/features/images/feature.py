@@ -5,7 +5,8 @@ Its hooks; see `hf_hotspa.seam`.
 
 from typing import TYPE_CHECKING
 
-from hf_hotspa.seam import Described
+from hf_hotspa.features.images.terms import TERMS, add_image_flags, image_load
+from hf_hotspa.seam import Described, Flags
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from hf_hotspa.model.options import EngineOptions
     from hf_hotspa.model.replica import Replica
     from hf_hotspa.model.specs import ModelDescription
+
+
+terms = TERMS
+
+flags = Flags(commands=dict.fromkeys(("plan", "estimate"), add_image_flags), of_command=image_load)
 
 
 def describe(model: "nn.Module", compute_dtype: "torch.dtype | None") -> Described:
