@@ -60,8 +60,8 @@ def texts(number: int, columns: tuple[str, ...], label: bool = False) -> Dataset
     return Dataset.from_dict(table)
 
 
-def trained(trainer: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+def trained(trainer: Any, **how: object) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The weights after training, and the losses of the log."""
-    trainer.train()
+    trainer.train(**how)
     weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
     return weights, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from transformers import TrainerState
 from transformers import trainer as stock
@@ -52,11 +52,11 @@ from hf_hotspa.checkpoint.rng import random_state
 from hf_hotspa.checkpoint.tensors import Share
 from hf_hotspa.costs.memory import size
 from hf_hotspa.engine.master import bare_optimizer
-from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError, UnsupportedError
+from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import nodes_of
-from hf_hotspa.parallel.wrapped_model import is_wrapped
+from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped, saved_model
 from hf_hotspa.switched.model_object import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.batches import Rows
@@ -281,11 +281,11 @@ class CheckpointContents:
         """The manifest of the files of all ranks. Called on rank 0."""
         model, engine = self._model, self._engine
         dtypes = {name: dtype_name(p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
-        exported = set[str]()  # an adapter ties nothing
+        exported, (inside, prefix) = set[str](), saved_model(model)  # an adapter ties nothing
         if not self._adapted:
             with structure_only():
-                exported = set(saved_state(model))
-        parameters = tensors.saved_parameters(self._vector, self._share.states, dtypes, exported)
+                exported = set(saved_state(inside))
+        parameters = tensors.saved_parameters(self._vector, self._share.states, dtypes, exported, prefix)
         return Manifest(
             step=self._step, world_size=self._world, strategies=",".join(map(str, engine.buckets)),
             resumable=self._optimizer is not None, run=self._folder.run, versions=tensors.versions(), files=files,
@@ -317,6 +317,7 @@ class CheckpointContents:
         records = disk.adopt(temporary, {manifest.STATE_FOLDER, *weights})
         if is_wrapped(model) or self._args.save_only_model:  # an adapter's buffers are the base model's
             return records
+        model = bare_model(model)[0]  # which names buffers as replicas do
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         with structure_only():
             buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
@@ -567,16 +568,6 @@ def _texts(trainer: HasRun, run: SavedRun, share: Share) -> dict[str, str]:
             saved["base model"] = run.base.of(trainer.switched.engine, trainer.model)
         texts[manifest.STATE] = json.dumps(saved) + "\n"
     return texts
-
-
-def refuse_checkpoints(model: nn.Module, args: HotSPaTrainingArguments, resumes: bool) -> None:
-    """Rejects checkpoints of a chain of modules, and a start from one. Raises `UnsupportedError`: they are asked for."""
-    if isinstance(model, nn.Sequential) and (args.save_strategy != SaveStrategy.NO or resumes):
-        raise UnsupportedError(
-            f"checkpoints of a {type(model).__name__}",
-            why="a checkpoint holds one transformers model, and this is a chain of modules around one",
-            fix="set save_strategy='no', and call trainer.save_model() after train(), which writes the library's folder",
-        )
 
 
 def try_files(trainer: HasRun, run: SavedRun) -> None:

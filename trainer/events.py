@@ -185,8 +185,11 @@ def is_users(function: object) -> bool:
 
 def is_overridden(trainer: object, name: str) -> bool:
     """Whether a program has set a method of a trainer: on the object, in its class, or in the class of a library. A
-    function may have the module of the one that it wraps."""
-    set_by = [(cls, vars(cls)[name]) for cls in type(trainer).__mro__ if name in vars(cls)]
+    function may have the module of the one that it wraps. A checkpoint holds what sentence-transformers writes."""
+    kinds = type(trainer).__mro__
+    if name in WRITERS:
+        kinds = tuple(cls for cls in kinds if not cls.__module__.startswith("sentence_transformers."))
+    set_by = [(cls, vars(cls)[name]) for cls in kinds if name in vars(cls)]
     own = vars(trainer).get(name)  # or a function that the constructor took
     return is_users(own) or any(is_users(cls) or is_users(method) or own is not None for cls, method in set_by)
 

@@ -10,6 +10,7 @@ import os
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError, UnsupportedError
-from hf_hotspa.exchanges import without_effect
+from hf_hotspa.exchanges import set_once, take_back, without_effect
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
+from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped, saved_model
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import as_built, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -190,9 +191,12 @@ SideFiles = dict[str, Callable[[Path], object]]
 
 
 def side_files(model: PreTrainedModel, tokenizer: object) -> SideFiles:
-    """Config, generation config and tokenizer (if any), as transformers writes them; for an adapter, its config."""
+    """Config, generation config and tokenizer (if any), as transformers writes them; for an adapter, its config; for a chain
+    of modules, all that its own `save_pretrained` writes beside the weights."""
     files: SideFiles = {}
-    if is_wrapped(model):
+    if isinstance(model, nn.Sequential):
+        files[type(model).__name__] = partial(_save_chain, model)
+    elif is_wrapped(model):
         for name in model.peft_config:
             try:
                 check_name(f"{folder_of(name)}{ADAPTER_CONFIG}", "a checkpoint")
@@ -205,6 +209,23 @@ def side_files(model: PreTrainedModel, tokenizer: object) -> SideFiles:
         if model.can_generate():
             files["generation_config.json"] = model.generation_config.save_pretrained
     return files | tokenizer_files(tokenizer)
+
+
+def _save_chain(chain: nn.Module, folder: Path) -> None:
+    inside, asked = saved_model(chain)[0], list[Path]()
+    save: Callable[..., None] = chain.save_pretrained  # type: ignore[assignment]
+    set_once(inside, "save_pretrained", lambda path, **_: asked.append(Path(path)))
+    try:
+        save(str(folder), create_model_card=False)
+    finally:
+        take_back(inside, "save_pretrained")
+    if asked != [folder]:
+        raise UnsupportedError(
+            f"a checkpoint of a {type(chain).__name__} whose model is not its first module",
+            why=f"its weights would be in {[str(path) for path in asked]}",
+            fix="set save_strategy='no', and call trainer.save_model() after train()",
+        )
+    write_each(side_files(inside, None), folder)
 
 
 def tokenizer_files(tokenizer: Any) -> SideFiles:

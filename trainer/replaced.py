@@ -4,7 +4,8 @@
 of TRL, stand in front of it and reach it by `super()`.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from types import new_class
@@ -42,6 +43,11 @@ class Replaced(_Base):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         replaced_behind(cls)
+        for name in ("_load_from_checkpoint", "_load_best_model", "_push_from_checkpoint"):
+            if (theirs := getattr(cls, name)).__module__.startswith(
+                "sentence_transformers."
+            ):  # they read a whole model
+                setattr(cls, name, _unless_stock(theirs, vars(Replaced)[name]))
 
     # -- the constructor ----------------------------------------------------------------------------------------------
 
@@ -238,6 +244,14 @@ class Replaced(_Base):
         if self._hotspa.backing.is_stock:
             return pushed()
         return self._hotspa.ranks.agreement().run("hub", pushed, otherwise=hub_error)
+
+
+def _unless_stock(theirs: Callable[..., object], ours: Callable[..., object]) -> Callable[..., object]:
+    @wraps(ours)
+    def method(trainer: Replaced, *args: object) -> object:
+        return (theirs if trainer._hotspa.backing.is_stock else ours)(trainer, *args)
+
+    return method
 
 
 # -- the order of classes ---------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError, p
 from hf_hotspa.model.model_check import frozen_digest
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.wrapped_model import is_wrapped
+from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import structure_only
@@ -333,7 +333,7 @@ class Restorer:
                 )
             tensors.restore(path, manifest, engine.master, optimizer, state["optimizer"])
         buffers = tensors.saved_tensors(path, manifest, manifests.BUFFERS)
-        tensors.copy_buffers(buffers, [self._model, *engine.part_models])
+        tensors.copy_buffers(buffers, [bare_model(self._model)[0], *engine.part_models])
 
     def _model_files(self, folder: Path, agreement: Agreement) -> None:
         """Restores the master store and the buffers from a Hugging Face model or adapter folder."""
@@ -350,7 +350,7 @@ class Restorer:
             with structure_only():
                 load_weights(folder, self._model, engine.master, agreement)
             engine.master.frozen_version += 1
-            tensors.copy_buffers(dict(self._model.named_buffers()), engine.part_models)
+            tensors.copy_buffers(dict(bare_model(self._model)[0].named_buffers()), engine.part_models)
         self._switched.weights_are(current=False)
 
     def stock(self, stock: StockCheckpoint, optimizer: Optimizer, scheduler: Any, agreement: Agreement) -> None:

@@ -38,7 +38,7 @@ from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built, structure_only
 from hf_hotspa.trainer import events, preemption, resuming, start
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
-from hf_hotspa.trainer.checkpoints import refuse_checkpoints, try_files
+from hf_hotspa.trainer.checkpoints import try_files
 from hf_hotspa.trainer.events import CallbackEvents
 from hf_hotspa.trainer.master_optimizer import DeepSpeedLR
 from hf_hotspa.trainer.replaced import Replaced, inserted, library_of, passed_over
@@ -242,7 +242,6 @@ class SwitchedMixin(_Base):
         if run.backing.is_stock:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         switched, now = run.start(train_dataloader), run.now
-        refuse_checkpoints(self.model, self.args, now.resumption is not None)
         switched.in_training(True)
         now.saves_were_tried = False
         run.watchers.begin(max_steps)

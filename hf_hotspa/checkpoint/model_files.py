@@ -58,7 +58,7 @@ from hf_hotspa.costs.terms import form_of
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.weight_files import WeightFiles
-from hf_hotspa.parallel.wrapped_model import bare_model
+from hf_hotspa.parallel.wrapped_model import bare_model, saved_model
 
 logger = logging.getLogger(__name__)
 
@@ -141,19 +141,20 @@ class ModelWeights:
 
     def __init__(
         self,
-        model: nn.Module,  # a transformers model, with weights or on the meta device; or a `PeftModel`, if `adapted`
+        # a transformers model, with weights or on the meta device; a chain around one; or a `PeftModel`, if `adapted`
+        model: nn.Module,
         # in the order in which they are gathered; of an adapter the trained ones
         parameters: Sequence[ParameterSpec | SavedParameter],
         adapted: bool,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        self._model, self._adapted = model, adapted
+        (self._model, self._prefix), self._adapted = saved_model(model), adapted
         if adapted:
             named = dict(model.named_parameters())
             state: dict[str, Tensor] = {spec.name: named[spec.name] for spec in parameters}
         else:
-            state = saved_state(model)
-        weights = [name for spec in parameters for name in (spec.name, *spec.tied_names)]
+            state = saved_state(self._model)
+        weights = [self._inside(name) for spec in parameters for name in (spec.name, *spec.tied_names)]
         self._tied = {spec.name: spec.tied_names for spec in parameters}
         self._buffers = {name: state[name] for name in sorted(state.keys() - set(weights))}
         names = [*(name for name in weights if name in state), *self._buffers]
@@ -191,7 +192,7 @@ class ModelWeights:
         `weights`: the expected weights, including buffers, in the model's dtypes."""
         sources = {source for _, entries in self.shards for _, (_, source) in entries}
         missing = files.tensors.keys() ^ {record.name for _, entries in self.shards for record, _ in entries}
-        for name, weight in weights:
+        for name, weight in ((self._inside(of_all), weight) for of_all, weight in weights):
             if name not in sources:
                 continue
             sources.remove(name)
@@ -203,10 +204,15 @@ class ModelWeights:
     def _made(self, weights: Weights, shards: Shards) -> Iterator[tuple[str, Tensor]]:
         names = [names for _, entries in shards for _, names in entries]
         wanted, sources = {saved for saved, _ in names}, {source for _, source in names}
-        for name, tensor in itertools.chain(weights, self._buffers.items()):
+        inside = ((self._inside(name), tensor) for name, tensor in weights)
+        for name, tensor in itertools.chain(inside, self._buffers.items()):
             if name in sources:
                 made = self._saved(name, tensor.to(self._dtypes[name]))
                 yield from ((saved, weight) for saved, weight in made.items() if saved in wanted)
+
+    def _inside(self, name: str) -> str:
+        """The name in the model that is saved."""
+        return name.removeprefix(self._prefix)
 
     def _saved(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._adapted:

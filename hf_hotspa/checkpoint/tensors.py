@@ -179,9 +179,14 @@ def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedS
 
 
 def saved_parameters(
-    vector: ParameterVector, states: Mapping[str, dict[str, str]], dtypes: Mapping[str, str], exported: set[str]
+    vector: ParameterVector,
+    states: Mapping[str, dict[str, str]],
+    dtypes: Mapping[str, str],
+    exported: set[str],
+    prefix: str = "",
 ) -> tuple[SavedParameter, ...]:
-    """Returns the parameters for the manifest: `states` of a `Share`, model dtypes, names that transformers saves."""
+    """Returns the parameters for the manifest: `states` of a `Share`, model dtypes, names that transformers saves, without
+    their `prefix` in a chain of modules."""
     return tuple(
         SavedParameter(
             spec.name,
@@ -192,7 +197,10 @@ def saved_parameters(
             spec.trainable,
             dtypes[spec.name],
             spec.tied_names,
-            next((name for name in (spec.name, *spec.tied_names) if name in exported), spec.name),
+            next(
+                (own for name in (spec.name, *spec.tied_names) if (own := name.removeprefix(prefix)) in exported),
+                spec.name,
+            ),
             states[spec.name],
         )
         for spec in vector.specs

@@ -46,7 +46,7 @@ from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.wrapped_model import BASE, bare_model, plain_name
+from hf_hotspa.parallel.wrapped_model import BASE, bare_model, plain_name, saved_model
 
 logger = logging.getLogger(__name__)
 
@@ -326,24 +326,30 @@ def _some(names: list[str]) -> str:
 
 
 @torch.no_grad()
-def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agreement: Agreement) -> None:
+def load_weights(folder: Path, model: nn.Module, master: MasterStore, agreement: Agreement) -> None:
     """Fills this rank's share of the master store, and the model's saved buffers, from a folder. Collective. `model`:
-    from `open_model`. `master`: the store to fill, made from that model. Raises `HotspaError`: on every rank; see
-    `WeightFiles` and `SavedModel`."""
+    from `open_model`, or a chain of modules. `master`: the store to fill, made from that model. Raises `HotspaError`: on
+    every rank; see `WeightFiles` and `SavedModel`."""
+    inside, prefix = saved_model(model)
     saved = agreement.run(
         "loading weights",
-        lambda: SavedModel(model, WeightFiles(folder)),
+        lambda: SavedModel(inside, WeightFiles(folder)),
         lambda saved: {"files of weights": saved.files.digest()},
     )
 
     def read() -> None:
         for name, buffer in saved.buffers().items():
-            model.get_buffer(name).copy_(buffer)
+            inside.get_buffer(name).copy_(buffer)
         for name, share in master.shares.items():
             if share.stop > share.start:
-                master.parameters[name].copy_(saved.read(share.spec, share.start, share.stop))
+                spec = _renamed(share.spec, lambda own: own.removeprefix(prefix))
+                master.parameters[name].copy_(saved.read(spec, share.start, share.stop))
 
     agreement.run("loading weights", read)
+
+
+def _renamed(spec: ParameterSpec, inside: Callable[[str], str]) -> ParameterSpec:
+    return replace(spec, name=inside(spec.name), tied_names=tuple(map(inside, spec.tied_names)))
 
 
 # -- a packed base ----------------------------------------------------------------------------------------------------
@@ -379,7 +385,7 @@ def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agre
         for name, share in master.shares.items():
             if share.stop <= share.start:
                 continue
-            spec = replace(share.spec, name=plain(name), tied_names=tuple(map(plain, share.spec.tied_names)))
+            spec = _renamed(share.spec, plain)
             if name in given:
                 values = to_storage(given[name].detach(), spec.storage_dim)[share.start : share.stop]
             elif spec.packed is not None:

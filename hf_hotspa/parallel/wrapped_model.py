@@ -42,6 +42,16 @@ def called_model(bare: nn.Module) -> Any:
     return bare.get_submodule(vars(bare).get("called", ""))
 
 
+def saved_model(model: nn.Module) -> tuple[Any, str]:
+    """The model whose `save_pretrained` writes the weights, and its name prefix: of a chain of modules the one that it calls;
+    any other model unchanged."""
+    bare, prefix = bare_model(model)
+    if bare is model or not isinstance(model, nn.Sequential):
+        return model, ""
+    called = vars(bare).get("called")
+    return called_model(bare), prefix if called is None else f"{prefix}{called}."
+
+
 def place_inside(module: nn.Module) -> str | None:
     """The name, in a wrapper, of the layer that it runs: the wrapped one, or its trained copy. None for another module."""
     children = module._modules

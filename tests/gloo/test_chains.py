@@ -1,6 +1,7 @@
 """sentence-transformers' trainers over a `SwitchedModel`, against the same trainers in one process with the whole batch."""
 
 import pickle
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from hf_hotspa.errors import HotspaError
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.trainer import switched
+from tests.families import MIXTURE
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 
@@ -30,7 +32,7 @@ WIDE = tuple(
         ("llama_gqa_bias", "right", "weightedmean", "pairs"),
         ("gemma2_soft_caps", "left", "mean", "cached"),
         ("qwen3_qk_norm_tied", "left", "max", "sizes"),
-        ("mistral", "right", "mean_sqrt_len_tokens", "pairs"),
+        (MIXTURE, "right", "mean_sqrt_len_tokens", "pairs"),
         ("qwen3_qk_norm_tied", "right", "", "ranks"),
     )
 )  # fmt: skip
@@ -118,11 +120,14 @@ def of_cases(rank: int, world: int, folder: str, cases: Any, plain: bool) -> Any
     return results
 
 
-def most_bytes(pooling: str, kind: str, pool: str) -> float:
-    """Of the values of all rows of a step, if each goes once from the ranks that make it to the one that has the row."""
+def most_bytes(pooling: str, kind: str, pool: str) -> tuple[float, float]:
+    """Of the values of all rows of a step, and of their gradients: a value goes from the ranks that make parts of it to the
+    one that has the row, with a cached loss twice; a gradient goes to all ranks of the last stage."""
     if pooling == "max" or kind == "ranks":  # values of all tokens go
-        return float("inf")
-    return 8 * 3 * WIDTH * 8 * (2 if "cp" in pool else 1)
+        return float("inf"), float("inf")
+    strategies, of_rows = [bucket.strategy for bucket in parse_buckets(pool)], 8 * 3 * WIDTH * 8
+    values = of_rows * max(each.cp for each in strategies) * (2 if kind == "cached" else 1)
+    return values, of_rows * max(each.cp * each.tp for each in strategies)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +150,8 @@ def test_weights_are_those_of_one_process_with_the_whole_batch(world, cases, tmp
         assert losses == pytest.approx(expected_losses, rel=1e-6)
         error = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
         assert error < 1e-11, (cases[number], pool, error)
-        assert 0 < max(sent) <= most_bytes(*cases[number][2:4], pool), (cases[number], pool, sent)
+        most = most_bytes(*cases[number][2:4], pool)
+        assert all(0 < size <= limit for size, limit in zip(sent, most, strict=True)), (cases[number], pool, sent)
 
 
 def of_a_rank(rank: int, world: int, folder: str, pool: str | None) -> Any:
@@ -180,27 +186,31 @@ def evaluated(rank: int, world: int, folder: str) -> Any:
 
     model, data, loss = made(f"{folder}/0", "mean", "pairs")
     score = EmbeddingSimilarityEvaluator(data["anchor"], data["positive"], [i / 20 for i in range(20)])
-    pool, when = "dp2:16,tp2:64", {"eval_strategy": "steps", "eval_steps": 1}
-    trainer = trainer_of(world, f"{folder}/out", model, data, loss, pool, score, **when)
+    pool, when = "dp2:16,tp2:64", {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    # of the best one here, the least similar
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "spearman_cosine", "greater_is_better": False}
+    trainer = trainer_of(world, f"{folder}/out", model, data, loss, pool, score, **when, **best)
     weights, _ = trained(trainer)
     pickle.dumps(model)  # as for a pool of processes
     trainer.save_model(f"{folder}/saved")
     scores = [entry["eval_spearman_cosine"] for entry in trainer.state.log_history if "eval_runtime" in entry]
-    return weights, scores, score(trainer.model)["spearman_cosine"]
+    return weights, scores, score(trainer.model)["spearman_cosine"], trainer.state.best_model_checkpoint
 
 
-def test_an_evaluator_and_the_saved_folder_have_current_weights(tmp_path):
+def test_an_evaluator_and_saved_folders_have_current_weights(tmp_path):
     from sentence_transformers import SentenceTransformer
 
     from tests.chains import saved
 
     saved(f"{tmp_path}/0", "llama_gqa_bias")
-    weights, scores, at_the_end = run_ranks(2, evaluated, str(tmp_path), timeout=300)[0]
-    assert scores[-1] == pytest.approx(at_the_end, abs=1e-12)
+    weights, scores, at_the_end, best = run_ranks(2, evaluated, str(tmp_path), timeout=300)[0]
+    assert min(scores) == pytest.approx(at_the_end, abs=1e-12)
     assert len(set(scores)) == 3
-    loaded = SentenceTransformer(f"{tmp_path}/saved", device="cpu", model_kwargs={"dtype": torch.float64}).state_dict()
-    assert loaded.keys() == weights.keys()
-    assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
+    assert best.endswith(f"checkpoint-{1 + scores.index(min(scores))}")
+    for folder in (f"{tmp_path}/saved", best):
+        loaded = SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": torch.float64}).state_dict()
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
 
 
 def test_no_rank_has_a_table_of_all_tokens(tmp_path):
@@ -226,12 +236,74 @@ def test_no_rank_has_a_table_of_all_tokens(tmp_path):
         switched.close()
 
 
+def resumed(rank: int, world: int, folder: str, kind: str, first: str, then: str) -> Any:
+    """The weights of a run with checkpoints, and of runs that go on from its second step, the last one in another layout."""
+    from tests.chains import trained
+
+    found = []
+    for pool, resume in ((first, None), (first, True), (then, True)):
+        model, data, loss = made(f"{folder}/0", "mean", kind)
+        place = f"{folder}/out"
+        if resume:
+            shutil.rmtree(f"{place}/checkpoint-3") if rank == 0 else None
+        more = {"save_strategy": "steps", "save_steps": 1, "hotspa_async_save": not resume}
+        trainer = trainer_of(world, place, model, data, loss, pool, **more)
+        with exact_in_double(torch.float64):
+            found.append(trained(trainer, resume_from_checkpoint=resume)[0])
+        torch.distributed.barrier()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pairs", pytest.param("ranks", marks=pytest.mark.slow)])
+def test_a_run_goes_on_from_a_checkpoint_in_another_layout(kind, tmp_path):
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+
+    from hf_hotspa.checkpoint.format.manifest import verify
+    from hf_hotspa.checkpoint.model_files import export
+    from tests.chains import saved
+
+    saved(f"{tmp_path}/0", "llama_gqa_bias", labels=int(kind == "ranks"))
+    one, same, other = run_ranks(2, resumed, str(tmp_path), kind, "dp2:16,tp2+sp:64", "pp2:64", timeout=300)[0]
+    assert one.keys() == same.keys() == other.keys()
+    assert all(torch.equal(value, same[name]) for name, value in one.items())
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-11
+    last = tmp_path / "out" / "checkpoint-3"
+    verify(last)
+    export(last, tmp_path / "exported")
+    for folder in (last, tmp_path / "exported"):
+        cls = CrossEncoder if kind == "ranks" else SentenceTransformer
+        loaded = cls(str(folder), device="cpu", model_kwargs={"dtype": torch.float64})
+        state = loaded.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in other.items())
+        if kind == "pairs":
+            assert [type(module).__name__ for module in loaded] == ["Transformer", "Pooling", "Normalize"]
+
+
+def from_stock(rank: int, world: int, folder: str, kind: str, pool: str | None) -> Any:
+    from tests.chains import trained
+
+    place, resume = f"{folder}/stock", None if pool is None else f"{folder}/stock/checkpoint-2"
+    trainer = trainer_of(world, place, *made(f"{folder}/0", "mean", kind), pool, save_strategy="steps", save_steps=2)
+    with exact_in_double(torch.float64):
+        return trained(trainer, resume_from_checkpoint=resume)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pairs", "ranks"])
+def test_a_run_goes_on_from_a_checkpoint_of_the_library(kind, tmp_path):
+    from tests.chains import saved
+
+    saved(f"{tmp_path}/0", "llama_gqa_bias", labels=int(kind == "ranks"))
+    (one,) = run_ranks(1, from_stock, str(tmp_path), kind, None, timeout=300)
+    other, *_ = run_ranks(2, from_stock, str(tmp_path), kind, "dp2:16,tp2:64", timeout=300)
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-11
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         ("layer", "SentenceTransformer"),
         ("loss", "are not the model's"),
-        ("save", "checkpoints of a SentenceTransformer"),
     ],
 )
 def test_what_cannot_be_switched_is_refused(kind, message, tmp_path):
@@ -248,6 +320,4 @@ def test_what_cannot_be_switched_is_refused(kind, message, tmp_path):
         data = texts(20, ("first", "second"), label=True)
         loss = SoftmaxLoss(model, 32, 2)
     with pytest.raises(HotspaError, match=message):
-        trainer_of(
-            1, f"{tmp_path}/out", model, data, loss, "dp1:64", save_strategy="steps" if kind == "save" else "no"
-        ).train()
+        trainer_of(1, f"{tmp_path}/out", model, data, loss, "dp1:64").train()

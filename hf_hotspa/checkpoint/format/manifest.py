@@ -93,7 +93,9 @@ class SavedParameter:
     trainable: bool  # False for a frozen one, which has no optimizer state
     model_dtype: str  # its dtype in the Hugging Face model
     tied_names: tuple[str, ...]  # further names of it
-    exported_name: str  # the one of its names under which transformers saves it
+    exported_name: (
+        str  # the one of its names under which transformers saves it, or its end, in a model inside of others
+    )
     # name -> stored dtype: `weight`, and the optimizer's states. One value for each element; with a number, one for
     # each so many, counted from the first (`float32/256`: the scales of quantized states).
     states: dict[str, str]
@@ -101,7 +103,8 @@ class SavedParameter:
     def __post_init__(self) -> None:
         if self.shard_dim is not None and self.shard_dim >= len(self.shape):
             raise ValueError(f"parameter {self.name!r} has no dim {self.shard_dim}")
-        if self.exported_name not in self.names or len(set(self.names)) < len(self.names):
+        is_own = any(f".{name}".endswith(f".{self.exported_name}") for name in self.names)
+        if not (self.exported_name and is_own) or len(set(self.names)) < len(self.names):
             raise ValueError(f"the names of parameter {self.name!r}")
         if any("/" in state or not state for state in self.states):
             raise ValueError(f"the names of the states of parameter {self.name!r}")
