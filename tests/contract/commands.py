@@ -11,6 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 NEEDS_GPUS = "# needs GPUs"
+TUTORIAL = "docs/tutorial.md"
+"""The page that tests/gloo/test_tutorial.py runs as a whole."""
 _FENCE = re.compile(r"^( *)(```+)(.*)$")
 _COMMENT = re.compile(r"\s+#.*$|^#.*$")
 

@@ -18,7 +18,7 @@ from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.calibrations import made_calibration
-from tests.contract.commands import PAGES, ROOT, Command, all_commands, commands_of
+from tests.contract.commands import PAGES, ROOT, TUTORIAL, Command, all_commands, commands_of
 from tests.contract.outputs import SHOWN, is_plan, pages
 from tests.families import tiny_config, tiny_model
 from tests.gloo.test_trainer_world import make_tokenizer
@@ -36,7 +36,7 @@ COMPARED = {
     if is_plan(command.text)
 }
 """Plans that tests/contract/test_outputs.py runs, and compares with what the page shows."""
-COMMANDS = sorted({c.text for c in all_commands() if not c.needs_gpus})
+COMMANDS = sorted({c.text for c in all_commands() if not c.needs_gpus and c.page != TUTORIAL})
 DIRECT = re.compile(r"hf-hotspa (plan|estimate|formulas|lengths|hardware|report|compare|inspect|verify|export)\b")
 # What stands in the pages -> what stands for it here: names of files that a small run gives, and sizes that it has.
 STAND_INS = {
