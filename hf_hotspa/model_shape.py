@@ -40,6 +40,7 @@ class ModelShape:
     # the share of layers whose attention compares pairs of tokens; the others keep a state of constant size
     pair_layers: float = 1.0
     both_ways: bool = False  # whether tokens also see later ones (encoders)
+    both_ways_in_blocks: bool = False  # whether tokens beside each other may do so (images of some families)
     outputs: int = 0  # numbers of a token that the head makes, on every rank of tp; 0 for the vocabulary's logits
 
     def head_rows(self, tp: int) -> int:

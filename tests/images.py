@@ -66,3 +66,11 @@ def image_errors(
         found[buckets] = abs(float(loss.detach()) - losses[rank]), *errors_of(gradients, trained)
         switched.close()
     return found
+
+
+def gradients_of(switched: SwitchedModel, backward: Callable[[SwitchedModel], None]) -> dict[str, torch.Tensor]:
+    """The gradients of a step, of all parameters: `backward` makes its calls and their backwards."""
+    with exact_in_double(torch.float64):
+        backward(switched)
+        switched.flush()
+        return switched.engine.full_gradients()

@@ -35,9 +35,68 @@ CLIP = ENGINE + "test_clipping_counts_tied_weights_once"
 ALONE = ENGINE + "test_one_process_runs_the_same_path"
 HEADS = "tests/gloo/test_token_heads.py::test_losses_predictions_and_gradients_are_those_of_the_plain_model["
 LORA = "tests/gloo/test_lora.py::"
+IMAGES = "tests/gloo/test_images.py::test_losses_and_gradients_are_those_of_the_plain_model[2-cases0]"
+CALLERS_OF_IMAGES = "tests/gloo/test_images.py::test_callers_may_use_logits_factors_and_several_calls[2-qwen3_vl-dp2:24,tp2:200-options0]"
 FAULTS = "tests/gloo/test_fuzz_faults.py::test_a_fault_is_found_by_a_fuzzer"
 
 MUTATIONS = [
+    # -- rows with images
+    Mutation(
+        "tokens of images have the positions of text",
+        "hf_hotspa/features/images/picture_replica.py",
+        "picture is not None and picture.positions is not None",
+        "picture is None and picture is not None",
+        IMAGES,
+    ),
+    Mutation(
+        "features of deeper layers of the tower are left out",
+        "hf_hotspa/features/images/picture_replica.py",
+        "if not isinstance(here, _Here):",
+        "if True:",
+        IMAGES,
+    ),
+    Mutation(
+        "tokens of an image attend as text",
+        "hf_hotspa/features/images/picture_replica.py",
+        "if blocks:",
+        "if not blocks:",
+        IMAGES,
+    ),
+    Mutation(
+        "images side by side are several blocks",
+        "hf_hotspa/features/images/pictures.py",
+        "self.places.diff() != 1",
+        "self.places.diff() != 0",
+        IMAGES,
+    ),
+    Mutation(
+        "features are in another order",
+        "hf_hotspa/features/images/pictures.py",
+        "features.detach().to(",
+        "features.detach().flip(1).to(",
+        IMAGES,
+    ),
+    Mutation(
+        "gradients of features are not scaled with the others",
+        "hf_hotspa/features/images/towers.py",
+        "picture.gradient = picture.gradient * factor",
+        "picture.gradient = picture.gradient * 1.0",
+        CALLERS_OF_IMAGES,
+    ),
+    Mutation(
+        "all ranks of tp add up their gradients of features",
+        "hf_hotspa/features/images/pictures.py",
+        " or (strategy.coord(rank).tp and not strategy.sp)",
+        "",
+        CALLERS_OF_IMAGES,
+    ),
+    Mutation(
+        "sequence-parallel ranks do not add up their gradients of features",
+        "hf_hotspa/features/images/pictures.py",
+        "strategy.coord(rank).tp and not strategy.sp",
+        "strategy.coord(rank).tp",
+        IMAGES,
+    ),
     # -- data
     Mutation(
         "labels are not shifted",

@@ -69,7 +69,7 @@ def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
     query heads, otherwise `allgather`."""
     later = "tokens also see later ones, and each rank has the keys before its tokens" if shape.both_ways else None
     reasons = {ULYSSES: ulysses_unsupported_reason(strategy, shape), RING: shape.ring_unsupported_reason, GATHER: later}
-    if way == AUTO and shape.both_ways:
+    if way == AUTO and (shape.both_ways or (shape.both_ways_in_blocks and not reasons[ULYSSES])):
         way = ULYSSES
     if way == AUTO:
         heads = local_heads(strategy, shape)

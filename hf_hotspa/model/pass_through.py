@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_kind import keep_text
+from hf_hotspa.model.tensor_plan import stage_plan
 from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
 from hf_hotspa.parallel.wrapped_model import base_layer, place_inside, read_parameters
 from hf_hotspa.plan.units import Units, name_of_unit
@@ -70,7 +71,7 @@ def stage_unsupported_reason(
     names of its modules before the layers. `norms`: names of its modules after them."""
     text = base.config.get_text_config()
     family = text.model_type
-    planned = list(text.base_model_pp_plan or ())
+    planned = stage_plan(text)
     if not planned:
         return None  # reported elsewhere: the family has no plan
     if len(layers) > 1:

@@ -38,7 +38,14 @@ from hf_hotspa.model.model_kind import (
 )
 from hf_hotspa.model.packed_layer import PackedLayer, packed_layers
 from hf_hotspa.model.pass_through import order_unsupported_reason, stage_unsupported_reason
-from hf_hotspa.model.tensor_plan import TensorPlan, config_value, experts_per_token, fused_experts, head_counts
+from hf_hotspa.model.tensor_plan import (
+    TensorPlan,
+    config_value,
+    experts_per_token,
+    fused_experts,
+    head_counts,
+    stage_plan,
+)
 from hf_hotspa.model_shape import ModelShape, pair_layers
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends, window_of
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
@@ -274,7 +281,7 @@ def _structure(
     lists = _layer_lists(model)
     base = base_name(model)
     # a norm may have no parameters (OLMo) and still belongs to one stage; dropout belongs to the embeddings
-    staged = model.config.get_text_config().base_model_pp_plan or {}
+    staged = stage_plan(model.config.get_text_config())
     children = [
         name
         for name, child in model.get_submodule(base).named_children()
@@ -322,7 +329,8 @@ def describe_model(
     packed, plan, counts_from, kinds = structure.packed, structure.plan, structure.counts_from, structure.kinds
     auxiliary = auxiliary_layers(bare, if_asked=False)
     refuse_dropout(bare, list(structure.decoder_layers.values()), kinds, attention_dropout)
-    shape = _shape(structure)
+    side = next(filter(None, (hook(model, compute_dtype).side_inputs() for hook in hooks("describe"))), None)
+    shape = replace(_shape(structure), both_ways_in_blocks=side is not None and side.in_blocks)
     drops = attention_dropout and bool(attention_dropouts(bare.config))
     config = copy.deepcopy(bare.config) if attention_dropout else without_attention_dropout(bare.config)
     if auxiliary:  # replicas add the loss themselves
@@ -351,7 +359,7 @@ def describe_model(
         added=added,
         packed=packed,
         readout=structure.readout,
-        side_inputs=next(filter(None, (hook(model, compute_dtype).side_inputs() for hook in hooks("describe"))), None),
+        side_inputs=side,
     )
 
 
@@ -390,7 +398,7 @@ def _shape(structure: _Structure) -> ModelShape:
         layer_parameters=sum(vector.layer_costs) // num_layers,
         max_position_embeddings=most if most is None or counted is None else most - counted - 1,
         has_tp_plan=plan.has_plan,
-        has_pp_plan=bool(text.base_model_pp_plan),
+        has_pp_plan=bool(stage_plan(text)),
         num_experts=max(structure.fused.values(), default=0),
         experts_per_token=experts_per_token(text) if structure.fused else 0,
         expert_parameters=sum(s.packed.weights if s.packed else s.numel for s in vector.specs if s.experts)

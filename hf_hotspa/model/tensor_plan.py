@@ -57,6 +57,8 @@ _OF_LAYERS = {
     },
 }
 """Layer plans of families without one in transformers."""
+_OF_STAGES = dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), ("embed_tokens", "layers", "norm"))
+"""Pipeline plans of families without one in transformers: the names of a base model's modules, in order."""
 
 _GATHERED = (COLWISE_GATHER, ROWWISE_SPLIT)
 _KEY_VALUE = ("k_proj", "v_proj")
@@ -122,6 +124,11 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
 def has_tensor_plan(config: PreTrainedConfig) -> bool:
     """Whether a family has a plan, by its text config or the config's class."""
     return _plans_layers(config) or config.model_type in _OF_LAYERS
+
+
+def stage_plan(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The modules that pipeline stages divide, in order, by a text config; empty without a plan."""
+    return tuple(config.base_model_pp_plan or _OF_STAGES.get(config.model_type, ()))
 
 
 def _plans_layers(config: PreTrainedConfig) -> bool:

@@ -305,10 +305,13 @@ class SideInputs(Protocol):
 
     Attributes:
         names: The arguments of forward that they are made of.
+        in_blocks: Whether tokens beside each other may attend in both directions.
     """
 
     @property
     def names(self) -> Collection[str]: ...
+    @property
+    def in_blocks(self) -> bool: ...
 
     def counted(self, given: Mapping[str, object], documents: list[Document]) -> list[Document]:
         """The documents of a batch with their `side`. `given`: arguments by name. Raises `HotspaError`: naming the row."""

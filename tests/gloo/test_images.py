@@ -1,24 +1,39 @@
 """Rows with images through a `SwitchedModel`, against the plain model one row at a time in one process."""
 
-import pytest
+from functools import partial
 
+import pytest
+import torch
+from torch.nn import functional
+
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.strategy import parse_buckets
+from hf_hotspa.switched.model import SwitchedModel
 from tests.harness import run_ranks
-from tests.images import image_errors
-from tests.vision_models import VISION_FAMILIES
+from tests.images import errors_of, gradients_of, image_errors
+from tests.oracle import exact_in_double
+from tests.vision_models import (
+    VISION_FAMILIES,
+    batch_of_images,
+    image_rows,
+    rows_with_images,
+    vision_model,
+    vision_reference,
+)
 
 pytestmark = pytest.mark.gloo
 
-# family, what is frozen, buckets, engine options
-TWO = (
+Case = tuple[str, str, tuple[str, ...], dict[str, str]]
+"""Family, what is frozen, buckets, engine options."""
+
+TWO: tuple[Case, ...] = (
     ("qwen3_vl", "none", ("dp2:24,tp2+sp:200", "cp2+ck9+rc:200"), {}),
-    ("gemma3", "tower", ("cp2:24,pp2:200",), {"context_parallel": "ulysses"}),
+    ("gemma3", "tower", ("cp2:24,pp2:200",), {}),
 )
-SHORT = ("dp2:24,tp2:200", "tp2+sp+rc:200", "cp2:200", "dp2+z3:200")
-WIDE_2 = tuple(
-    (family, "none", SHORT + (() if family.startswith("qwen3_vl") else ("pp2+z2:24,dp2:200",)), {})
-    for family in VISION_FAMILIES
-)
-WIDE_4 = tuple(
+SHORT = ("dp2:24,tp2:200", "tp2+sp+rc:200", "cp2:200", "dp2+z3:200", "pp2+z2:24,dp2:200")
+WIDE_2: tuple[Case, ...] = tuple((family, "none", SHORT, {}) for family in VISION_FAMILIES)
+WIDE_4: tuple[Case, ...] = tuple(
     (family, "none", ("dp4:24,dp2tp2:60,cp2tp2+sp:200", "cp4+z3:200", "dp2cp2+rc:200"), {})
     for family in ("qwen3_vl", "gemma3", "mistral3")
 )
@@ -45,3 +60,123 @@ def test_losses_and_gradients_are_those_of_the_plain_model(world_size, cases):
         assert len(of_rank) == sum(len(case[2]) for case in cases)
         for name, numbers in of_rank.items():
             assert max(numbers) < 1e-11, (name, numbers)
+
+
+# -- callers ------------------------------------------------------------------------------------------------------------
+
+
+def loss_of_logits(batch, logits):
+    labels = batch["labels"][:, 1:]
+    total = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    return total / (labels != -100).sum()
+
+
+def of_own_loss(batch, model):
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    loss_of_logits(batch, model(**given).logits.whole()).backward()
+
+
+def of_scored_loss(batch, model):
+    """The logits are scored, with graphs that training continues."""
+    model(**batch).logits.whole()
+    model(**batch).loss.backward()
+
+
+def of_double(batch, model):
+    (model(**batch).loss * 2.0).backward()
+
+
+def of_single_rows(family, rows, model):
+    """A call for each row, as with gradient accumulation."""
+    batches = [batch_of_images(family, [row]) for row in rows]
+    items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    for batch in batches:
+        model(**batch, num_items_in_batch=items).loss.backward()
+
+
+def called(rank, world, family, buckets, options):
+    """The errors of gradients, of losses and logits without gradients, and what else is to be 0."""
+    mine = [rows_with_images(family, 0), image_rows(family, [(9, []), (30, []), (4, [])])]
+    rows, plain, numbers = mine[rank % 2], vision_model(family).train(), {}
+    _, expected = vision_reference(plain, family, [mine[each % 2] for each in range(world)])
+    batch = batch_of_images(family, rows)
+    calls = {
+        "own loss": partial(of_own_loss, batch),
+        "double": partial(of_double, batch),
+        "single rows": partial(of_single_rows, family, rows),
+        "scored": partial(of_scored_loss, batch),
+    }
+    switched = SwitchedModel(vision_model(family), parse_buckets(buckets), EngineOptions(**options)).train()
+    for name, backward in calls.items():
+        found = gradients_of(switched, backward)
+        half = 0.5 if name == "double" else 1.0
+        numbers[name] = max(errors_of({key: value * half for key, value in found.items()}, expected))
+        switched.zero_grad()
+    switched.eval()
+    plain.eval()
+    with torch.no_grad(), exact_in_double(torch.float64):
+        out = switched(**batch)
+        logits = out.logits.whole()
+        for index, row in enumerate(rows):
+            alone = plain(**{n: v for n, v in batch_of_images(family, [row]).items() if n != "labels"}).logits[0]
+            numbers[f"row {index}"] = float((logits[index, : len(alone)] - alone).abs().max())
+        numbers["loss"] = float((out.loss - loss_of_logits(batch, logits)).abs())
+        if "pixel_values" in batch:  # an image of the last row that has one
+            pixels = batch["pixel_values"].clone()
+            pixels[-1] += 1.0
+            others = switched(**batch | {"pixel_values": pixels}).logits.whole()
+        else:
+            others = switched(**batch).logits.whole()
+    changed = [bool((one != other).any()) for one, other in zip(logits, others, strict=True)]
+    switched.close()
+    return numbers, changed
+
+
+@pytest.mark.parametrize(
+    ("world_size", "family", "buckets", "options"),
+    [
+        (2, "qwen3_vl", "dp2:24,tp2:200", {}),
+        pytest.param(2, "gemma3", "pp2:200", {}, marks=pytest.mark.slow),
+        pytest.param(2, "mistral3", "tp2+sp+ck9:200", {}, marks=pytest.mark.slow),
+        pytest.param(4, "qwen2_5_vl", "dp4:24,cp2tp2:200", {}, marks=pytest.mark.slow),
+        pytest.param(4, "qwen3_vl", "dp4:24,dp2pp2:60,dp2tp2+rc:200", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_callers_may_use_logits_factors_and_several_calls(world_size, family, buckets, options):
+    """And a rank may have no images; another image changes no other row."""
+    for rank, (numbers, changed) in enumerate(run_ranks(world_size, called, family, buckets, options, timeout=400)):
+        assert max(numbers.values()) < 1e-11, numbers
+        assert changed == ([False, True, False] if rank % 2 == 0 else [False] * 3)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def refusals(rank, world):
+    texts = []
+    batch = batch_of_images("gemma3", rows_with_images("gemma3", 0))
+    cases = [
+        ("gemma3", "dp2+ck9:200", {}, batch),
+        ("gemma3", "cp2:200", {"context_parallel": "allgather"}, batch),
+        ("gemma3", "dp2:200", {}, batch | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}),
+        ("gemma3", "dp2:200", {}, batch | {"pixel_values": batch["pixel_values"][:-1]}),
+        ("gemma3", "dp2:200", {}, batch | {"pixel_values_videos": batch["pixel_values"]}),
+    ]
+    for family, buckets, options, given in cases:
+        switched = SwitchedModel(vision_model(family), parse_buckets(buckets), EngineOptions(**options)).train()
+        try:
+            switched(**(given if rank == 0 else batch_of_images(family, image_rows(family, [(5, [])]))))
+        except HotspaError as error:
+            texts.append(str(error))
+        switched.close()
+    return texts
+
+
+def test_what_cannot_be_exact_is_an_error_on_every_rank():
+    for texts in run_ranks(2, refusals, timeout=200):
+        assert len(texts) == 5
+        assert "attend to each other in both directions" in texts[0]
+        assert "attend to each other in both directions" in texts[1]
+        assert "position_ids" in texts[2]
+        assert "cannot be encoded" in texts[3]
+        assert "pixel_values_videos" in texts[4]

@@ -71,6 +71,11 @@ class Towers:
     _known: dict[frozenset[str], bool] = field(default_factory=dict, compare=False, repr=False)
     """Whether images attend in both directions, by the names of what a batch has."""
 
+    @property
+    def in_blocks(self) -> bool:
+        """See `SideInputs`: families with types of tokens mask attention by them."""
+        return "token_type_ids" in self.names
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def counted(self, given: Mapping[str, object], documents: list[Document]) -> list[Document]:
