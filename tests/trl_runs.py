@@ -33,6 +33,7 @@ from tests.oracle import exact_in_double, relative_error
 from tests.qlora import WIDE, quantized
 from tests.token_heads import headed
 from tests.training_runs import newest, same_bits, whole_state
+from tests.vision_models import VISION_FAMILIES, vision_model, vision_processor
 
 DENSE = "llama_gqa_bias"
 CHAT = (
@@ -138,7 +139,9 @@ SMALL = {"vocab_size": 259, "eos_token_id": 256, "pad_token_id": 257}
 
 
 def small(family: str = DENSE, dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: int) -> Any:
-    """A model with the vocabulary of `tokenizer`."""
+    """A model with the vocabulary of `tokenizer`; a family that reads images has its own."""
+    if family in VISION_FAMILIES:
+        return vision_model(family, dtype)
     model = tiny_model(family, dtype, seed, **SMALL, **sizes)
     model.generation_config.eos_token_id = 256
     return model
@@ -357,7 +360,9 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
         model = quantized(case.family, case.dtype, model=SMALL | WIDE)
     else:
         model = small(case.family, case.dtype)
-    given = {"train_dataset": rows(case.data, folder), **case.given()}
+    given = case.given()
+    if "train_dataset" not in given:
+        given["train_dataset"] = rows(case.data, folder)
     if case.lora:
         adapter = LoraConfig(
             r=4,
@@ -382,11 +387,12 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
         else:
             given["ref_model"] = reference
     fields = copy.deepcopy({**COMMON, **case.fields, **more, "output_dir": folder})
-    if fields.get("eval_strategy"):
-        given.setdefault("eval_dataset", rows(case.data, folder, 11, first=50))
+    if fields.get("eval_strategy") and "eval_dataset" not in given:
+        given["eval_dataset"] = rows(case.data, folder, 11, first=50)
     if pool is not None:
         fields |= {"hotspa_strategies": pool, "hotspa_report": False}
-    given.setdefault("processing_class", tokenizer())
+    of_images = case.family in VISION_FAMILIES
+    given.setdefault("processing_class", vision_processor(case.family) if of_images else tokenizer())
     built = trainer(model=model, args=config(**fields), **given)
     if case.reference and case.kind in ONLINE and built.ref_model is not None:
         built.ref_model.to(case.dtype)  # what is loaded has rotary frequencies in fp32, unlike the model
