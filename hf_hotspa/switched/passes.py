@@ -313,7 +313,7 @@ class SideInputs(Protocol):
     @property
     def in_blocks(self) -> bool: ...
 
-    def counted(self, given: Mapping[str, object], documents: list[Document]) -> list[Document]:
+    def counted(self, given: Mapping[str, Any], documents: list[Document]) -> list[Document]:
         """The documents of a batch with their `side`. `given`: arguments by name. Raises `HotspaError`: naming the row."""
 
     def make(

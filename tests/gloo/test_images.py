@@ -1,12 +1,14 @@
 """Rows with images through a `SwitchedModel`, against the plain model one row at a time in one process."""
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn import functional
 
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.features.images import towers
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
@@ -94,6 +96,14 @@ def of_single_rows(family, rows, model):
         model(**batch, num_items_in_batch=items).loss.backward()
 
 
+def of_towers_again(family, rows, model):
+    """No graph of the towers is kept beyond the call."""
+    with patch.object(towers, "GRAPH_BYTES", 0):
+        of_single_rows(family, rows, model)
+    made = [picture for picture in model._steps.now.documents.beside.values() if picture is not None]
+    assert all(picture.encoded is None or picture.encoded.live is None for picture in made)
+
+
 def called(rank, world, family, buckets, options):
     """The errors of gradients, of losses and logits without gradients, and what else is to be 0."""
     mine = [rows_with_images(family, 0), image_rows(family, [(9, []), (30, []), (4, [])])]
@@ -105,6 +115,7 @@ def called(rank, world, family, buckets, options):
         "double": partial(of_double, batch),
         "single rows": partial(of_single_rows, family, rows),
         "scored": partial(of_scored_loss, batch),
+        "towers again": partial(of_towers_again, family, rows),
     }
     switched = SwitchedModel(vision_model(family), parse_buckets(buckets), EngineOptions(**options)).train()
     for name, backward in calls.items():

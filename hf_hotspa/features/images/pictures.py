@@ -4,7 +4,7 @@ Shapes: L tokens of a row, n of these are image tokens, K tables of features (th
 further one behind a layer), h hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,16 @@ from hf_hotspa.switched.passes import Documents, Exchange, Move, places
 
 
 @dataclass(eq=False)
+class Encoded:
+    """The features of a call's images, on the rank that has read its rows. The graph of the towers is kept until the step ends, or
+    they run again then, which takes their memory for one call at a time."""
+
+    again: Callable[[], list[Tensor]]  # runs the towers: [K, n, h] of each picture, with their graph
+    live: list[Tensor] | None  # these, if they are kept
+    num_bytes: int = 0  # of the graph
+
+
+@dataclass(eq=False)
 class Picture:
     """The images of a row."""
 
@@ -24,8 +34,8 @@ class Picture:
     places: Tensor  # int64 [n], the image tokens
     positions: Tensor | None  # int64 [3, L]; None if each token's position is its place
     two_way: bool  # whether consecutive image tokens attend to each other in both directions
-    live: Tensor | None = None  # the features with the graph of the towers, on the rank that has read the row
-    gradient: Tensor | None = None  # of them, there
+    encoded: Encoded | None = None  # of its call, on the rank that has read the row, if it is trained
+    gradient: Tensor | None = None  # by the features, there
 
     def blocks(self) -> Tensor:
         """int64 [n]: the number of each image token's run of consecutive ones."""
@@ -104,12 +114,23 @@ class Wire:
 
 
 def backward(pictures: Sequence[Picture]) -> None:
-    """The towers' backward, from the gradients of all their features."""
-    live, gradients = list[Tensor](), list[Tensor]()
+    """The towers' backward, call by call, from the gradients of their features."""
+    calls = dict[Encoded, list[Picture]]()
     for picture in pictures:
-        if picture.gradient is not None and picture.live is not None:
-            live.append(picture.live)
-            gradients.append(picture.gradient.to(picture.live.device, picture.live.dtype))
-            picture.gradient = picture.live = None
-    if live:
-        torch.autograd.backward(live, gradients)
+        if picture.encoded is not None:
+            calls.setdefault(picture.encoded, []).append(picture)
+            picture.encoded = None
+    while calls:
+        encoded = next(iter(calls))
+        own = calls.pop(encoded)
+        if all(picture.gradient is None for picture in own):
+            continue
+        with torch.enable_grad():
+            live = encoded.again() if encoded.live is None else encoded.live
+        pairs = [
+            (x, p.gradient.to(x.device, x.dtype)) for x, p in zip(live, own, strict=True) if p.gradient is not None
+        ]
+        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        encoded.live = None
+        for picture in own:
+            picture.gradient = None

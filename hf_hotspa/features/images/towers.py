@@ -8,9 +8,11 @@ else between its towers and its language model raises an error that names it.
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from hf_hotspa.costs.divided import ULYSSES, choose_way
 from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
 from hf_hotspa.features.images.picture_replica import mask_of_blocks
-from hf_hotspa.features.images.pictures import Picture, Wire, backward
+from hf_hotspa.features.images.pictures import Encoded, Picture, Wire, backward
 from hf_hotspa.model.model_kind import held_rates, other_half, text_base
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.attention import ATTENTION
@@ -53,6 +55,8 @@ _OF_TEXT = frozenset(
 """Arguments of an inner forward that are not of images."""
 _OTHERS = "video", "audio", "feature"
 """Parts of names of arguments of other kinds, which raise an error."""
+GRAPH_BYTES = 4 << 30
+"""While graphs of towers take less in a step, they are kept until it ends; further calls run them again then."""
 _OF_LANGUAGE = frozenset(
     ("inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds", "cache_position")
 )
@@ -70,6 +74,7 @@ class Towers:
     trained: bool  # whether some of their parameters were, at the start
     _known: dict[frozenset[str], bool] = field(default_factory=dict, compare=False, repr=False)
     """Whether images attend in both directions, by the names of what a batch has."""
+    _kept: "WeakSet[Encoded]" = field(default_factory=WeakSet, compare=False, repr=False)
 
     @property
     def in_blocks(self) -> bool:
@@ -78,7 +83,7 @@ class Towers:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def counted(self, given: Mapping[str, object], documents: list[Document]) -> list[Document]:
+    def counted(self, given: Mapping[str, Any], documents: list[Document]) -> list[Document]:
         """See `SideInputs.counted`."""
         if not _has_pixels(given):
             return documents
@@ -88,6 +93,11 @@ class Towers:
                 "rows with images that were packed before, or have position_ids",
                 why="images belong to rows, and positions behind an image depend on its size",
                 fix="give one document a row, padded, without position_ids",
+            )
+        types = given.get("token_type_ids")
+        if isinstance(types, Tensor) and not torch.equal(types == 1, given["input_ids"] == self.wire.image_id):
+            raise UnsupportedError(
+                "token_type_ids that are not 1 exactly at the tokens of images", fix="give what the processor returns"
             )
         counted = [replace(one, side=int((one.ids == self.wire.image_id).sum())) for one in documents]
         if not any(document.side for document in counted):
@@ -107,9 +117,10 @@ class Towers:
             return [None] * len(documents)
         trained = trains and self.trained
         of_images = {name: given[name] for name in self.names if given.get(name) is not None}
-        key = frozenset(of_images)
+        key, saved = frozenset(of_images), SavedBytes()
+        keeps = trained and sum(encoded.num_bytes for encoded in self._kept) < GRAPH_BYTES
         try:
-            with torch.set_grad_enabled(trained):
+            with torch.set_grad_enabled(keeps), saved if keeps else nullcontext():
                 seen = self._run(passes, model, given, of_images, with_masks=key not in self._known)
         except HotspaError:
             raise
@@ -118,10 +129,28 @@ class Towers:
                 f"the images of a batch cannot be encoded: {type(failure).__name__}: {failure}",
                 fix="give rows and pixels of the same call of the processor, and cut no row",
             ) from failure
-        if key not in self._known:
-            self._known[key] = seen.is_two_way(model, documents)
-        self._refuse_two_way(passes, model, self._known[key])
-        return seen.pictures(documents, self._known[key], self.trained)
+        two_way = self._known.get(key)
+        if two_way is None and (two_way := seen.is_two_way(model, documents)) is not None:
+            self._known[key] = two_way
+        self._refuse_two_way(passes, model, bool(two_way))
+        pictures = seen.pictures(documents, bool(two_way), self.trained)
+        if trained:
+            again = partial(self._again, passes, model, dict(given), of_images, documents)
+            encoded = Encoded(again, seen.live(documents) if keeps else None, saved.total)
+            self._kept.add(encoded)
+            for picture in filter(None, pictures):
+                picture.encoded = encoded
+        return pictures
+
+    def _again(
+        self,
+        passes: Passes,
+        model: PreTrainedModel,
+        given: Mapping[str, Any],
+        of_images: dict[str, Any],
+        documents: Sequence[Document],
+    ) -> list[Tensor]:
+        return self._run(passes, model, given, of_images, with_masks=False).live(documents)
 
     def _check(self, passes: Passes, model: PreTrainedModel, given: Mapping[str, Any], trains: bool) -> None:
         name = type(model).__name__
@@ -209,6 +238,25 @@ class Towers:
         backward([picture for picture in pictures if picture is not None])
 
 
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, counts the bytes that autograd saves, each storage once.
+
+    Attributes:
+        total: These.
+    """
+
+    def __init__(self) -> None:
+        self.total, self._counted = 0, set[int]()
+        super().__init__(self._count, lambda tensor: tensor)
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not tensor.is_leaf or not tensor.requires_grad:  # parameters exist anyway
+            self.total += storage.nbytes() * (storage.data_ptr() not in self._counted)
+            self._counted.add(storage.data_ptr())
+        return tensor
+
+
 def _has_pixels(given: Mapping[str, object]) -> bool:
     return any("pixel" in name and isinstance(value, Tensor) and value.numel() for name, value in given.items())
 
@@ -274,14 +322,24 @@ class Recorded:
             columns = slice(document.begin, document.begin + len(document.ids))
             places = (self._ids[document.row, columns] == self._wire.image_id).nonzero()[:, 0]
             at = document.begin + places
-            tables = [self._embeds[document.row, at], *(table[self._rank[document.row, at]] for table in self._deep)]
-            live = torch.stack([table.to(tables[0].dtype) for table in tables])
             dtype = getattr(torch, self._wire.dtype)
-            leaf = live.detach().to(dtype, copy=True).requires_grad_(trained)
-            positions = self._positions_of(document, columns)
-            kept = live if live.requires_grad else None
-            made.append(Picture(leaf, places.cpu(), positions, two_way, kept))
+            leaf = self._features(document, at).detach().to(dtype, copy=True).requires_grad_(trained)
+            made.append(Picture(leaf, places.cpu(), self._positions_of(document, columns), two_way))
         return made
+
+    def live(self, documents: Sequence[Document]) -> list[Tensor]:
+        """[K, n, h] of each document with images, with their graph."""
+        made = []
+        for document in documents:
+            if document.side:
+                columns = slice(document.begin, document.begin + len(document.ids))
+                at = document.begin + (self._ids[document.row, columns] == self._wire.image_id).nonzero()[:, 0]
+                made.append(self._features(document, at))
+        return made
+
+    def _features(self, document: Document, at: Tensor) -> Tensor:
+        tables = [self._embeds[document.row, at], *(table[self._rank[document.row, at]] for table in self._deep)]
+        return torch.stack([table.to(tables[0].dtype) for table in tables])
 
     def _positions_of(self, document: Document, columns: slice) -> Tensor | None:
         """[3, L] of a document; None if they count its tokens."""
@@ -295,9 +353,9 @@ class Recorded:
             raise _unsupported("gives its language model other positions than the places of tokens")
         return counted.expand(3, -1).contiguous() if wire.has_positions else None
 
-    def is_two_way(self, model: PreTrainedModel, documents: Sequence[Document]) -> bool:
-        """Whether consecutive image tokens attend to each other in both directions, by the masks. Raises `UnsupportedError`:
-        these are neither that, nor causal."""
+    def is_two_way(self, model: PreTrainedModel, documents: Sequence[Document]) -> bool | None:
+        """Whether consecutive image tokens attend to each other in both directions, by the masks; None if no image has two
+        tokens. Raises `UnsupportedError`: these are neither that, nor causal."""
         masks = self._masks if isinstance(self._masks, Mapping) else {"full_attention": self._masks}
         ways = set[bool]()
         for kind, mask in masks.items():
@@ -322,7 +380,7 @@ class Recorded:
                     raise _unsupported("masks attention in another way than by causality, windows and images")
         if len(ways) > 1:
             raise _unsupported("masks some images in another way than others")
-        return True in ways
+        return True in ways if ways else None
 
 
 def _has_tensors(value: object) -> bool:
