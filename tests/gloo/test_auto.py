@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import TrainerCallback
 
+from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.calibrations import made_calibration, save_calibration
@@ -488,10 +490,17 @@ def test_a_calibration_that_cannot_be_used_is_refused_on_every_rank(kind, words,
     assert all(word in found[0][1] for word in words), found[0][1]
 
 
-def test_a_calibration_file_is_used(tmp_path):
+def test_a_calibration_file_is_used_and_learns_from_the_run(tmp_path):
     path = broken_file(tmp_path, "good", tiny_model(FAMILY))
-    for losses, _, _, _, _ in run_ranks(2, auto_run, torch.float32, str(tmp_path), {"hotspa_calibration": path}):
-        assert len(losses) == STEPS
+    before = Calibration.load(path)
+    per_rank = run_ranks(2, auto_run, torch.float32, str(tmp_path), {"hotspa_calibration": path})
+    assert all(len(losses) == STEPS for losses, *_ in per_rank)
+    learned, phases = {sample.strategy: sample.number for sample in Calibration.load(path).runs}, per_rank[0][1]
+    ran = [strategy for step in phases for strategy in step]
+    assert learned == {
+        strategy: ran.count(strategy) - 1 for strategy in ran if ran.count(strategy) > 1
+    }  # not the first
+    assert replace(Calibration.load(path), runs=()) == before
 
 
 def measured_run(rank, world_size, folder):
