@@ -22,7 +22,7 @@ from hf_hotspa.model.model_kind import TextForward, attention_dropouts, of_text
 from hf_hotspa.model.packed_layer import stored_tensors
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
-from hf_hotspa.parallel.wrapped_model import bare_model
+from hf_hotspa.parallel.wrapped_model import bare_model, outer_name
 
 _OF_A_CALL = ("use_cache", "output_router_logits", "problem_type", "_commit_hash", "transformers_version")
 """Fields that a call of a forward may override or set, or that say where a config is from."""
@@ -55,7 +55,10 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
         raise UnsupportedError(f"the buffers {meta[:3]} are on the meta device", fix="compute them, as open_model does")
     fresh = build_skeleton(description)
     packed = {spec.name for spec in description.vector.specs if spec.packed}  # compared below
-    expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
+    expected = {
+        outer_name(description.prefix, name): tuple(p.shape)
+        for name, p in fresh.named_parameters(remove_duplicate=False)
+    }
     expected = {name: shape for name, shape in expected.items() if name not in packed}
     named = model.named_parameters(remove_duplicate=False)
     bare, is_of_text = bare_model(model)[0], of_text(bare_model(model)[0])

@@ -25,7 +25,7 @@ from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_kind import keep_text
 from hf_hotspa.model.tensor_plan import stage_plan
 from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
-from hf_hotspa.parallel.wrapped_model import base_layer, place_inside, read_parameters
+from hf_hotspa.parallel.wrapped_model import base_layer, inner_name, place_inside, read_parameters
 from hf_hotspa.plan.units import Units, name_of_unit
 from hf_hotspa.strategy import Strategy
 
@@ -167,7 +167,7 @@ def order_unsupported_reason(
     if len(layers) > 1:
         return f"the layers of {family} run in cycles, so they cannot come and go one after the other (+z2, +z3)"
     units = Units(vector)
-    unit_of = {spec.name.removeprefix(prefix): unit for unit, spec in _streamed(units)}
+    unit_of = {inner_name(prefix, spec.name): unit for unit, spec in _streamed(units)}
     met, expected = _units_met(model, base, layers[0], unit_of), list(units.of_stage(Strategy(), 0))
     if met is None or met == expected:
         return None

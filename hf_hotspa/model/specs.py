@@ -50,7 +50,7 @@ from hf_hotspa.model_shape import ModelShape, pair_layers
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends, window_of
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
-from hf_hotspa.parallel.wrapped_model import plain_name, plain_parameters
+from hf_hotspa.parallel.wrapped_model import inner_name, outer_name, plain_name, plain_parameters
 from hf_hotspa.seam import hooks
 
 _RANDOM_ROUTERS = {"phimoe"}
@@ -96,7 +96,7 @@ class ModelDescription:
 
     def local_name(self, name: str) -> str:
         """A parameter's name in `model_class`."""
-        return name.removeprefix(self.prefix)
+        return inner_name(self.prefix, name)
 
     def plain_name(self, name: str) -> str:
         """A parameter's name in `model_class` without added modules."""
@@ -106,7 +106,7 @@ class ModelDescription:
     def weight_of(self, module: str) -> str:
         """Returns the vector's name of the weight of a module of `styles`; of a layer with added modules, its base's."""
         inside = self.added.inside.get(module) if self.added is not None else None
-        return f"{self.prefix}{module}{f'.{inside}' if inside else ''}.weight"
+        return outer_name(self.prefix, f"{module}{f'.{inside}' if inside else ''}.weight")
 
     def local_heads(self, tp: int, shard: int) -> dict[str, tuple[int, int, int]]:
         """Returns a shard's first query head, query heads and key/value heads, by attention module with cut heads."""
@@ -479,9 +479,11 @@ def _beside(structure: _Structure) -> list[ParameterSpec]:
             continue
         if any(in_text):
             raise ModelError(f"parameters {[name, *tied]} are tied, and not all of them are in the language model")
-        other_names, dtype = tuple(structure.prefix + other for other in tied), dtype_name(parameter.dtype)
+        other_names, dtype = tuple(outer_name(structure.prefix, other) for other in tied), dtype_name(parameter.dtype)
         specs.append(
-            ParameterSpec(structure.prefix + name, tuple(parameter.shape), dtype, BESIDE, tied_names=other_names)
+            ParameterSpec(
+                outer_name(structure.prefix, name), tuple(parameter.shape), dtype, BESIDE, tied_names=other_names
+            )
         )
     return specs
 
@@ -524,7 +526,7 @@ def _spec(name: str, tied: tuple[str, ...], parameter: nn.Parameter, unit: int, 
         is_partial = shared != (INPUTS if of_inputs else OUTPUTS)
         cut = None if is_partial else replace(cut, dim=int(of_inputs))
     return ParameterSpec(
-        name=prefix + name,
+        name=outer_name(prefix, name),
         shape=tuple(parameter.shape),
         dtype=dtype_name(structure.compute_dtype or parameter.dtype),
         unit=unit,
@@ -532,7 +534,7 @@ def _spec(name: str, tied: tuple[str, ...], parameter: nn.Parameter, unit: int, 
         parts=cut.parts if cut is not None else (),
         partial_gradient=is_partial,
         trainable=parameter.requires_grad,
-        tied_names=tuple(prefix + other for other in tied),
+        tied_names=tuple(outer_name(prefix, other) for other in tied),
         in_head=bool(structure.head) and any(other.startswith(f"{structure.head}.") for other in tied),
         frozen_dtype=None if parameter.requires_grad else dtype_name(parameter.dtype),
     )

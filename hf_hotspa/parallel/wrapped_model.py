@@ -27,14 +27,25 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def bare_model(model: nn.Module) -> tuple[Any, str]:
-    """The model inside PEFT's wrapper, or a chain of modules, and its name prefix there; any other model unchanged, and ``""``."""
-    if isinstance(model, nn.Sequential):
+    """The model inside PEFT's wrapper, or a chain of modules, or around a base alone, and its name prefix there (`outer_name`);
+    any other model unchanged, and ``""``."""
+    if isinstance(model, nn.Sequential) or getattr(model, "base_model", None) is model:
         models = (own for hook in hooks("describe") if (own := hook(model, None).in_chain()) is not None)
         return next(models, (model, ""))
     if not is_wrapped(model):
         return model, ""
     bare: nn.Module = model.base_model.model if hasattr(model.base_model, "peft_config") else model.base_model
     return bare, next((f"{name}." for name, module in model.named_modules() if module is bare), "")
+
+
+def outer_name(prefix: str, name: str) -> str:
+    """The name in the user's model of a name in the model with a prefix there; `-model.`: the user's is its module `model`."""
+    return name.removeprefix(prefix[1:]) if prefix.startswith("-") else prefix + name
+
+
+def inner_name(prefix: str, name: str) -> str:
+    """The inverse of `outer_name`."""
+    return prefix[1:] + name if prefix.startswith("-") else name.removeprefix(prefix)
 
 
 def called_model(bare: nn.Module) -> Any:

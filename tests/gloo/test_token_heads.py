@@ -286,6 +286,97 @@ def test_flags_of_rows_of_text_are_refused(flag, tmp_path):
         trainer.train()
 
 
+# -- a base alone -----------------------------------------------------------------------------------------------------
+
+
+def of_hidden_states(hidden, mask):
+    """A loss of the mean states of all rows of a batch together."""
+    mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    unit = nn.functional.normalize(mean, dim=-1)
+    return ((unit @ unit.T) ** 2).mean() + unit[:, 0].sum()
+
+
+def alone(rank, world, cases):
+    found = {}
+    for family, pool in cases:
+        batches = [
+            {n: v for n, v in batch_of(rows(6, REAL, 1, seed)).items() if n != "labels"} for seed in range(world)
+        ]
+        plain, switched = (headed(family, REAL, 1).base_model.train() for _ in range(2))
+        switched = SwitchedModel(switched, parse_buckets(pool)).train()
+        with exact_in_double(torch.float64):
+            losses = []
+            for batch in batches:
+                hidden = plain.get_input_embeddings().weight.new_zeros(
+                    *batch["input_ids"].shape, plain.config.hidden_size
+                )
+                for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
+                    own = plain(input_ids=ids[mask == 1][None]).last_hidden_state[0]
+                    hidden = hidden.index_put((torch.tensor(row), torch.arange(len(own))), own)
+                losses.append(of_hidden_states(hidden, batch["attention_mask"]))
+            torch.stack(losses).mean().backward()
+            out = switched(**batches[rank]).last_hidden_state
+            loss = of_hidden_states(out, batches[rank]["attention_mask"])
+            loss.backward()
+            switched.flush()
+        expected = {name: p.grad for name, p in plain.named_parameters()}
+        gradients = switched.engine.full_gradients()
+        assert gradients.keys() == expected.keys()  # names are the base's own
+        found[family, pool] = float((loss - losses[rank]).abs()), worst(gradients, expected)
+        switched.close()
+    return found
+
+
+def test_a_base_alone_gives_hidden_states_to_a_loss_of_the_caller():
+    cases = ("qwen3_qk_norm_tied", "dp2:16,tp2+sp:64"), ("embeddinggemma", "pp2+z2:64")
+    for of_rank in run_ranks(2, alone, cases, timeout=200):
+        assert len(of_rank) == len(cases)
+        assert all(max(numbers) < 1e-11 for numbers in of_rank.values()), of_rank
+
+
+class _MeanLoss:
+    """`compute_loss` of a subclass of a trainer over a base alone."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"].float()
+        hidden = model(**{name: value for name, value in inputs.items() if name != "labels"}).last_hidden_state
+        mean = (hidden * inputs["attention_mask"][..., None]).sum(1) / inputs["attention_mask"].sum(1, keepdim=True)
+        loss = ((mean[:, 0] - labels) ** 2).mean()
+        return (loss, {"mean": mean}) if return_outputs else loss
+
+
+def trained_alone(rank, world, family, strategies, folder):
+    from transformers import AutoModel, TrainingArguments
+
+    flags = {"hotspa_strategies": strategies, "hotspa_report": False} if strategies else {}
+    args = (HotSPaTrainingArguments if strategies else TrainingArguments)(
+        folder, per_device_train_batch_size=6 // world, max_steps=3, logging_steps=1, use_cpu=True, report_to="none",
+        disable_tqdm=True, weight_decay=0.1, save_strategy="no", remove_unused_columns=False, label_names=["labels"], **flags,
+    )  # fmt: skip
+    cls = type("Own", (_MeanLoss, HotSPaTrainer if strategies else Trainer), {})
+    trainer = cls(
+        headed(family, REAL, 1, torch.float32).base_model, args, train_dataset=rows(18, REAL, 1), data_collator=batch_of
+    )
+    trainer.train()
+    evaluated = trainer.evaluate(rows(6, REAL, 1, seed=2))["eval_loss"]
+    trainer.save_model(f"{folder}/final")
+    torch.distributed.barrier()
+    saved = AutoModel.from_pretrained(f"{folder}/final").state_dict()
+    assert not strategies or trainer.engine is not None
+    return [*(log["loss"] for log in trainer.state.log_history if "loss" in log), evaluated], saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_qk_norm_tied", "modernbert", "bert"])
+def test_a_base_alone_trains_and_is_saved_as_by_the_stock_trainer(family, tmp_path):
+    (losses, saved), _ = run_ranks(2, trained_alone, family, "", str(tmp_path / "stock"), timeout=200)
+    (ours, own), _ = run_ranks(2, trained_alone, family, "dp2:16,cp2:64", str(tmp_path / "ours"), timeout=200)
+    assert len(losses) == 4
+    assert ours == pytest.approx(losses, rel=1e-5)
+    assert own.keys() == saved.keys()
+    assert all(torch.allclose(own[name], value, rtol=0, atol=2e-5) for name, value in saved.items())
+
+
 # -- a loss of the rows of all ranks ----------------------------------------------------------------------------------
 
 

@@ -7,8 +7,9 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    BertForSequenceClassification,
     BertLMHeadModel,
+    Gemma3TextConfig,
+    Gemma3TextForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -32,7 +33,6 @@ _BERT = {
     "intermediate_size": 32,
     "vocab_size": 163,
 }
-_WHOLE_ENCODER = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _T5 = {
     "d_model": 32,
     "d_ff": 32,
@@ -70,9 +70,21 @@ def _of(make: Any, rows: Any = None, cls: Any = None) -> Any:
     return run
 
 
+def _encoder() -> PreTrainedModel:
+    config = Gemma3TextConfig(
+        **_BERT, num_key_value_heads=2, head_dim=8, sliding_window=8, use_bidirectional_attention=True
+    )
+    return Gemma3TextForSequenceClassification(config)
+
+
 def _classes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of one length, of two classes."""
     return [{"input_ids": row["input_ids"][:1] * 8, "labels": index % 2} for index, row in enumerate(rows)]
+
+
+def _different(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with different tokens: of equal ones every attention is the same, and has no gradient."""
+    return [row | {"input_ids": [i * t % 160 + 1 for t, i in enumerate(row["input_ids"], 1)]} for row in _classes(rows)]
 
 
 def _images(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -230,10 +242,9 @@ MOVES: tuple[Move, ...] = (
     ),
     Move(
         "a base model without a head (`LlamaModel`)", _of(lambda: LlamaModel(tiny_config("llama_gqa_bias")), _classes, _mean_square),
-        left=True, error="LlamaModel is not a causal language model", instead=_INSTEAD,
     ),
     Move(
-        "`BertForSequenceClassification`", _of(lambda: BertForSequenceClassification(BertConfig(**_BERT, **_WHOLE_ENCODER)), _classes),
+        "`Gemma3TextForSequenceClassification` that sees both ways", _of(_encoder, _different),
     ),
     Move(
         "a masked language model", _of(lambda: BertForMaskedLM(BertConfig(**_BERT))),

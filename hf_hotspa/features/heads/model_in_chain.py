@@ -1,4 +1,5 @@
-"""The transformers model in a chain of modules, such as an embedder's or a ranker's of sentence-transformers.
+"""The transformers model in a chain of modules, such as an embedder's or a ranker's of sentence-transformers; or around a base
+alone (`AutoModel`).
 
 If the library's pooling follows directly on a base, the ranks that compute hidden states pool them. The base is then said to
 have returned one token for each row, of which any of the library's poolings is this token.
@@ -11,7 +12,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from hf_hotspa.features.heads.pooling import FIRST, LAST, LATER, MEAN, ROOT, Pooling
 from hf_hotspa.features.heads.token_heads import Mark
@@ -26,6 +28,7 @@ class _BaseAlone:
     base_model_prefix = "model"
     _kind: type[PreTrainedModel]
     pooling: str
+    is_in_chain: bool
 
     def __init__(self, config: PreTrainedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -43,10 +46,11 @@ class _BaseAlone:
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **more: object
     ) -> BaseModelOutput:
         """With a pooling, one hidden state for each row: [B, 1, h]."""
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **more).last_hidden_state
-        return BaseModelOutput(
-            last_hidden_state=hidden if self.pool is None else self.pool(hidden, attention_mask)[:, None]
-        )
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask, **more)
+        if self.pool is not None:
+            return BaseModelOutput(last_hidden_state=self.pool(out.last_hidden_state, attention_mask)[:, None])
+        pooled = None if self.is_in_chain else getattr(out, "pooler_output", None)
+        return BaseModelOutputWithPooling(last_hidden_state=out.last_hidden_state, pooler_output=pooled)
 
     def of_chain(self, out: object) -> object:
         """What a call of the chain returns: without the hidden states of tokens, if only pooled ones are here."""
@@ -60,9 +64,34 @@ _FIX = "use sentence_embedding, or put a module between the Transformer and its 
 
 
 @cache
-def _alone(kind: type[PreTrainedModel], pooling: str) -> type[PreTrainedModel]:
+def _alone(kind: type[PreTrainedModel], pooling: str, is_in_chain: bool = True) -> type[PreTrainedModel]:
     family = next(c for c in kind.__mro__[1:] if issubclass(c, PreTrainedModel))
-    return type(kind.__name__, (_BaseAlone, family), {"__module__": __name__, "_kind": kind, "pooling": pooling})
+    own = {"__module__": __name__, "_kind": kind, "pooling": pooling, "is_in_chain": is_in_chain}
+    return type(kind.__name__, (_BaseAlone, family), own)
+
+
+class _Held:
+    """What an object holds, and its copies do not."""
+
+    def __init__(self, made: PreTrainedModel | None = None) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
+        return _Held, ()
+
+
+def _around(base: PreTrainedModel) -> tuple[PreTrainedModel, str] | None:
+    """A model around a base of text that `AutoModel` knows, which returns what the base returns."""
+    config = base.config
+    if type(base).__name__ not in _BASES or config.is_encoder_decoder or config.get_text_config() is not config:
+        return None
+    around = vars(base).setdefault("_hotspa_around", _Held())
+    if around.made is None:
+        around.made = _alone(type(base), "", False)(config, base)  # type: ignore[arg-type]
+    return around.made, "-model."
+
+
+_BASES = frozenset(name for name in MODEL_MAPPING_NAMES.values() if isinstance(name, str))
 
 
 def _pooling_of(chain: nn.Module) -> str:
@@ -82,8 +111,12 @@ _IN_CHAINS = WeakKeyDictionary[nn.Module, Any]()  # not in the chain, which user
 
 
 def find(chain: nn.Module) -> tuple[Any, str] | None:
-    """The only module with parameters of a chain (a base, pooling, a norm), and its name prefix; a base is given as a
-    model. None if the chain has others, or runs a vocabulary's head."""
+    """The only module with parameters of a chain (a base, pooling, a norm), and its name prefix; a base, also outside of
+    a chain, is given as a model. None if the chain has others, or runs a vocabulary's head."""
+    if isinstance(chain, PreTrainedModel):
+        return _around(chain)
+    if not isinstance(chain, nn.Sequential):
+        return None
     inner = next(((name, m) for name, m in chain.named_modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None or hasattr(inner[1], "lm_head"):
         return None

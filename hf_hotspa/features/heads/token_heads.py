@@ -30,7 +30,7 @@ from hf_hotspa.features.heads.masks import refuse_other_masks
 from hf_hotspa.features.heads.pooling import Pooling, shares
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
-from hf_hotspa.parallel.wrapped_model import bare_model
+from hf_hotspa.parallel.wrapped_model import bare_model, base_layer
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 _UNREAD = frozenset({"use_cache", "return_dict", "num_items_in_batch"})
@@ -465,6 +465,8 @@ def _top_of_base(model: PreTrainedModel) -> str | None:
     try:
         embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
+        return None
+    if not isinstance(base_layer(embedding), nn.Embedding):  # of images, for example
         return None
     for name, child in model.named_children():
         if isinstance(child, PreTrainedModel) and any(module is embedding for module in child.modules()):
