@@ -26,7 +26,7 @@ def cells() -> list[dict[str, Any]]:
     found, at, page = list[dict[str, Any]](), 0, PAGE.read_text()
 
     def add(kind: str, text: str) -> None:
-        rest = {"execution_count": None, "outputs": []} if kind == "code" else {}
+        rest: dict[str, Any] = {"execution_count": None, "outputs": []} if kind == "code" else {}
         found.append(
             {"cell_type": kind, "id": f"cell-{len(found)}", "metadata": {}, **rest, "source": text.strip("\n")}
         )

@@ -55,7 +55,7 @@ def reader(tmp_path, monkeypatch):
     """A folder with the model that the page names."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    from from_trl import small_model, small_tokenizer
+    from from_trl import small_model, small_tokenizer  # type: ignore[import-not-found]
 
     torch.manual_seed(0)
     tokenizer = small_tokenizer()
