@@ -175,7 +175,7 @@ _LIKE_TEXT = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Text models of multimodal families with the layers of a text family, without a pipeline plan in transformers."""
+"""Text models of multimodal families with the layers, and the plans, of a text family."""
 
 
 class _Config:
@@ -192,7 +192,7 @@ class _Config:
                 where=where,
                 fix=f"{meant(self.family, families)}{_HOW}; docs/families.md lists the families",
             )
-        self.table: dict[str, Any] = families[like] | ({} if like == self.family else {"pp": False})
+        self.table: dict[str, Any] = families[like]
 
     def get(self, name: str) -> int | None:
         own = self.table.get("aliases", {}).get(name, name)

@@ -372,3 +372,16 @@ def test_trl_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert task in text
         assert row["ours tokens"] <= row["trl tokens"]
         assert row["ours loss"] == pytest.approx(row["trl loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("images", tmp_path / "out" / "images.json")
+    text = capsys.readouterr().out
+    [row] = found["exactness"]
+    assert row["packed"] == pytest.approx(row["single"], rel=1e-12)
+    assert max(row["language"], row["vision"]) < 1e-12
+    assert set(found["speed"]["sides"]) == {"TRL, padded", "TRL, rows alone", "ours"}
+    tokens = {name: side["tokens"] for name, side in found["speed"]["sides"].items()}
+    assert tokens["ours"] == tokens["TRL, rows alone"] < tokens["TRL, padded"]
+    assert "times our seconds" in text

@@ -143,7 +143,7 @@ def test_the_seconds_of_towers_grow_with_images_and_fall_with_ranks(tmp_path):
     one = seconds()
     assert seconds(images=2) == pytest.approx(2 * one, rel=0.05)
     assert seconds(nodes="2x8") == pytest.approx(one / 2, rel=0.05)
-    assert seconds(lora="16") == pytest.approx(one / 3)
+    assert seconds(lora="16") == pytest.approx(one / 4)  # a pass without gradients, and no second one
     # no faster than the device's peak for the products alone
     assert one > 8 * tower.patches * 6 * tower.shape.num_layers * tower.shape.layer_parameters / 989e12
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_hotspa.costs import data_sheet
 from hf_hotspa.costs.memory import MemoryStage, activation_bytes
 from hf_hotspa.costs.model_config import read_config
-from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.costs.terms import MemoryTerm, Rate, Terms
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _GATED = ("pixtral", "qwen2_5_vl")  # towers whose MLPs have a gate
 _PATCH_FRAMES = {"qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2, "qwen3_vl_moe": 2}  # an image is a film of two frames
 _MARKS = 2  # tokens around an image, at its begin and end
+GRAPH_BYTES = 4 << 30
+"""While graphs of towers take less in a step, they are kept until it ends; further calls run them again then."""
 _LARGEST = 1 << 14  # pixels of an edge
 
 
@@ -38,6 +40,10 @@ class Tower:
     attended: int  # patches that a patch is compared with
     tokens: int  # that an image adds to its row
     features: int  # numbers of an image token: of the hidden size, once for each layer that features enter
+
+    def graph_bytes(self, width: int, layers: int) -> float:
+        """Bytes that layers keep for an image until its backward pass; `width`: bytes of an element."""
+        return self.patches * layers * activation_bytes(self.shape, 1, element_bytes=width)
 
 
 def tower_of(config: Mapping[str, Any], size: int) -> Tower:
@@ -162,7 +168,10 @@ class ImageLoad(Options):
         tower, number = self.tower, self.of_rank(setup.world_size)
         cost = data_sheet.layer_cost(tower.shape, 1, setup.hardware, setup.dtype)
         squares = 2 * number * tower.patches * tower.attended
-        share = 1.0 if _is_trained(setup.sizes) else 1 / 3  # of forward and backward
+        share = 1 / 3  # of forward and backward
+        if _is_trained(setup.sizes):
+            keeps = number * tower.graph_bytes(dtype_bytes(setup.dtype), tower.shape.num_layers) <= GRAPH_BYTES
+            share = 1.0 if keeps else 4 / 3
         return share * tower.shape.num_layers * (cost.a * squares + cost.b * number * tower.patches + cost.c)
 
 
@@ -195,14 +204,16 @@ def _shares(stage: MemoryStage) -> Rate | None:
 
 
 def _graphs(stage: MemoryStage) -> Rate | None:
-    """From the towers' pass until the gradients of all features are there; of frozen towers one layer at a time."""
+    """From the towers' pass until the gradients of all features are there: of trained ones up to `GRAPH_BYTES`, and the images
+    of a row, if a call has one; of frozen towers one layer at a time."""
     load = _load(stage)
     if load is None:
         return None
-    tower = load.tower
-    of_layer = activation_bytes(tower.shape, 1, element_bytes=stage.width)
-    layers = tower.shape.num_layers if _is_trained(stage.model.sizes) else 1
-    return Rate(fixed=load.of_rank(stage.model.world_size) * tower.patches * layers * of_layer)
+    tower, images = load.tower, load.of_rank(stage.model.world_size)
+    if not _is_trained(stage.model.sizes):
+        return Rate(fixed=images * tower.graph_bytes(stage.width, 1))
+    of_image = tower.graph_bytes(stage.width, tower.shape.num_layers)
+    return Rate(fixed=min(images * of_image, GRAPH_BYTES + load.images * of_image))
 
 
 def _features(stage: MemoryStage) -> Rate | None:

@@ -23,6 +23,7 @@ from hf_hotspa.costs.divided import ULYSSES, choose_way
 from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
 from hf_hotspa.features.images.picture_replica import mask_of_blocks
 from hf_hotspa.features.images.pictures import Encoded, Picture, Wire, backward
+from hf_hotspa.features.images.terms import GRAPH_BYTES
 from hf_hotspa.model.model_kind import held_rates, other_half, text_base
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.attention import ATTENTION
@@ -55,8 +56,6 @@ _OF_TEXT = frozenset(
 """Arguments of an inner forward that are not of images."""
 _OTHERS = "video", "audio", "feature"
 """Parts of names of arguments of other kinds, which raise an error."""
-GRAPH_BYTES = 4 << 30
-"""While graphs of towers take less in a step, they are kept until it ends; further calls run them again then."""
 _OF_LANGUAGE = frozenset(
     ("inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds", "cache_position")
 )
