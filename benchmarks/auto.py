@@ -30,10 +30,11 @@ from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
-from contest import make_model, make_rows
-from peers.work import LENGTHS, draw, rows_of_mini_batch
+from contest import make_model
 from result_file import write_json
-from worlds import WorldError, run_world
+
+from hf_hotspa.commands.bench.workload import LENGTHS, draw, make_rows, rows_of_mini_batch
+from hf_hotspa.commands.rank_world import WorldError, run_world
 
 MOST = 1.02
 """`auto` over the best static strategy."""

@@ -161,18 +161,6 @@ def make_model(name: str) -> Any:
     return LlamaForCausalLM(model_config(name))
 
 
-def make_rows(lengths: Sequence[int], vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
-    """Random rows in which small token ids are more frequent, so that there is something to learn."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for length in lengths:
-        a, b = (torch.randint(0, vocabulary, (length,), generator=generator) for _ in range(2))
-        rows.append({"input_ids": torch.minimum(a, b).tolist()})
-    return rows
-
-
 def mini_batch_lengths(options: argparse.Namespace) -> list[int]:
     """Tokens of each sequence of the mini-batch."""
     if options.lengths:

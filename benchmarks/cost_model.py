@@ -27,11 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contest import MODELS, check_runs_everywhere, make_model, make_rows, model_config
+from contest import MODELS, check_runs_everywhere, make_model, model_config
 from cost_report import TARGETS, compare_memory, print_memory, print_rows, processor_seconds, summarise
 from result_file import write_json
-from worlds import run_world
 
+from hf_hotspa.commands.bench.workload import make_rows
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contest import Side, describe, make_model, make_rows
-from worlds import run_world
+from contest import Side, describe, make_model
 
+from hf_hotspa.commands.bench.workload import make_rows
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.search.histogram import synthetic_lengths
 from hf_hotspa.strategy import Bucket, legal_strategies
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from result_file import write_json
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-from worlds import run_world
 
 from hf_hotspa.calibrate.model_calibration import calibrate
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.layout.stages import StageCosts

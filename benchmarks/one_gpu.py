@@ -25,10 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from contest import make_rows
 from peers.sides.common import tokenizer
-from peers.work import LENGTHS, draw
-from torch.nn.attention import varlen
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -41,12 +38,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_hotspa.commands.bench.contestants import STOCK_KERNEL, varlen_of_stock
+from hf_hotspa.commands.bench.workload import LENGTHS, draw, make_rows
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.errors import PhaseMemoryError, UnsupportedError
 from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
 
 VOCABULARY = 32000
-STOCK_KERNEL = "torch_varlen"
 
 
 @dataclass
@@ -95,21 +93,6 @@ class Clock(TrainerCallback):
             self.profiler.start()
         torch.cuda.synchronize()
         self.began = time.perf_counter()
-
-
-def varlen_of_stock(
-    module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
-    cu_seq_lens_q: Any = None, max_length_q: int | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """FlashAttention-2 of torch for the stock Trainer: what `flash_attention_2` is, where flash-attn is not installed."""
-    heads = [x[0].transpose(0, 1).to(torch.bfloat16) for x in (query, key, value)]
-    heads[1:] = (
-        x.repeat_interleave(heads[0].shape[1] // x.shape[1], 1) for x in heads[1:]
-    )  # torch 2.11 groups nothing
-    out = varlen.varlen_attn(
-        *heads, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, 0)
-    )
-    return out[None], None
 
 
 def config_of(options: argparse.Namespace, attention: str = "sdpa") -> LlamaConfig:

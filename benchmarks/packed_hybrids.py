@@ -19,7 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 from result_file import write_json
-from worlds import run_world
+
+from hf_hotspa.commands.rank_world import run_world
 
 SIDES = ("at once", "one by one")
 VOCABULARY = 8192
@@ -85,8 +86,7 @@ def layer_seconds(model: Any, lengths: Sequence[int], rounds: int) -> dict[str, 
 
 def run_sides(rank: int, world_size: int, options: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any]:
     """By side the seconds of each mini-batch, and the loss of the last one."""
-    from contest import make_rows
-
+    from hf_hotspa.commands.bench.workload import make_rows
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.features.isolation import isolation

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from result_file import write_json, write_text
 from stragglers import make_model
-from worlds import run_world
 
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.features.slow_devices.columns import Resizing

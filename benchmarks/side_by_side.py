@@ -35,8 +35,10 @@ from peers.profile import profile_tables
 from peers.results import Results, json_text, published
 from peers.sides import Side, sides_of
 from peers.tables import LIMITED, cell_tables, lines_of, near_the_fastest
-from peers.work import LENGTHS, Work, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
-from worlds import WorldError, run_world
+from peers.work import Work
+
+from hf_hotspa.commands.bench.workload import LENGTHS, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
+from hf_hotspa.commands.rank_world import WorldError, run_world
 
 _LIBRARY_BYTES, _KERNEL_BYTES = 250 << 20, 950 << 20
 """What a rank holds beside its model, its activations and what the system has not got back of them, about; and the kernels

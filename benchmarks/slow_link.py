@@ -39,9 +39,9 @@ from switches import (
     model_vector,
     timed,
 )
-from worlds import run_world
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.engine.transport import ProcessGroupTransport, Transport
 from hf_hotspa.plan.switch_plan import PortLoads, Schedule, SwitchPlan

@@ -28,12 +28,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from contest import MODELS, Side, make_model, make_rows, make_sides, mini_batch_lengths, one_each
+from contest import MODELS, Side, make_model, make_sides, mini_batch_lengths, one_each
 from distributions import NAMES, compare_distributions
 from result_file import write_json
 from trainer_overhead import trainer_overhead
-from worlds import run_world
 
+from hf_hotspa.commands.bench.workload import make_rows
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.costs.divided import WAYS
 from hf_hotspa.strategy import Strategy
 

@@ -27,8 +27,8 @@ from unittest.mock import patch
 import torch
 from result_file import write_json
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
-from worlds import run_world
 
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.features.slow_devices import giving as rates

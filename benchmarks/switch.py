@@ -41,10 +41,10 @@ from switches import (
     over_ranks,
     timed,
 )
-from worlds import run_world
 from written_plans import transfers_of
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.plan.switch_plan import RELAY, SOURCE, TARGET

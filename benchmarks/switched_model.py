@@ -23,10 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from contest import MODELS, make_model, make_rows, mini_batch_lengths
+from contest import MODELS, make_model, mini_batch_lengths
 from result_file import write_json
 from step import machine_facts
-from worlds import run_world
+
+from hf_hotspa.commands.bench.workload import make_rows
+from hf_hotspa.commands.rank_world import run_world
 
 RAW = "raw loop"
 SIDES = {RAW: None, "loss": 1.02, "scores": 1.40}

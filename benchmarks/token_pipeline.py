@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from result_file import write_json
-from worlds import run_world
 
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.costs.time import Pipeline, pipeline_seconds
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from contest import MODELS, make_model, make_rows
-from worlds import run_world
+from contest import MODELS, make_model
 
+from hf_hotspa.commands.bench.workload import make_rows
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.strategy import Strategy
 
 OVERHEAD_TARGET, COMPARISON_TARGET = 0.05, 0.01

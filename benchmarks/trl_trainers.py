@@ -23,7 +23,8 @@ from typing import Any
 from contest import MODELS, make_model
 from result_file import write_json
 from step import machine_facts
-from worlds import run_world
+
+from hf_hotspa.commands.rank_world import run_world
 
 TASKS = ("sft", "sft bfd", "dpo", "grpo")
 WANTED = {"sft bfd": 1.0, "dpo": 1.5, "grpo": 2.0}

@@ -3,7 +3,7 @@
 `plan` chooses strategies, buckets and packs for a model, machines and lengths. `estimate` gives the memory of one
 strategy. `formulas` prints the textbook's numbers of 3D parallelism. All three read a config.json and data sheets,
 import neither torch nor transformers, and answer in seconds. `train` fine-tunes, with torch. `calibrate` measures this
-machine, with torch; `plan --calibration` reads its output. Wrong input gives one message on stderr and exit code 2.
+machine, with torch; `plan --calibration` reads its output. `bench` measures exactness and speed, with torch. Wrong input gives one message on stderr and exit code 2.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoint_files, environment, inputs
+from hf_hotspa.commands.bench import command as bench
 from hf_hotspa.commands.inputs import add_flags, file_to_write, whole
 from hf_hotspa.commands.parser import USAGE_ERROR, CommandParser
 from hf_hotspa.commands.train_help import HELP, OVERVIEW, RUN_HELP
@@ -90,8 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands, setup)
     _add_estimate(commands, setup)
     _add_calibrate(commands, model)
-    for add in (_add_formulas, inputs.add_parsers, _add_reports, checkpoint_files.add_parsers, environment.add_parsers):
+    for add in (_add_formulas, inputs.add_parsers, _add_reports):
         add(commands)
+    for module in (bench, checkpoint_files, environment):
+        module.add_parsers(commands)
     return parser
 
 

@@ -5,9 +5,7 @@ answer in time becomes a `SideError`, and the others continue.
 """
 
 import contextlib
-import os
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,8 +13,7 @@ from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import Any
 
-from worlds import World
-
+from hf_hotspa.commands.rank_world import World, WorldError, write_to
 from peers.sides import Side
 from peers.work import Work
 
@@ -34,15 +31,8 @@ _PATIENCE_S = 1.0
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-class SideError(RuntimeError):
+class SideError(WorldError):
     """A side failed: the last line says why, the text has the traceback."""
-
-    @property
-    def reason(self) -> str:
-        """The first line of what was raised last."""
-        lines = str(self).strip().splitlines()
-        at = max((n for n, line in enumerate(lines) if line[:1].strip() and ":" in line), default=len(lines) - 1)
-        return lines[at].strip()
 
 
 class LiveSide:
@@ -205,7 +195,7 @@ def side_main(rank: int, world_size: int, side: Side, work: Work, log: str, gate
     import bf16_products
     import torch
 
-    _write_to(f"{log}-{rank}.log")
+    write_to(f"{log}-{rank}.log")
     importlib.import_module(f"peers.sides.{side.module}")  # libraries count as nobody's memory
     from hf_hotspa.calibrate.probe import freeing_at_once
     from peers.sides.common import Turns, evaluated_loss, warm_up
@@ -228,15 +218,6 @@ def side_main(rank: int, world_size: int, side: Side, work: Work, log: str, gate
             side.run(work, turns)
             found = turns.summary()
     gate.send(("done", found))
-
-
-def _write_to(path: str) -> None:
-    """Everything that this process prints from here on goes to a file."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
-        os.dup2(handle, descriptor)
 
 
 def in_turns(

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hf_hotspa.commands.bench.workload import heaviest_first
 from peers.live import run_untimed
 from peers.sides import Side
-from peers.work import Work, heaviest_first
+from peers.work import Work
 
 _FEWEST = 32
 

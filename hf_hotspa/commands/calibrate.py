@@ -3,29 +3,24 @@
 Owns the start of these processes, and passes their result or error to the printing process.
 """
 
-import json
 import os
 import sys
-import tempfile
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from transformers import AutoConfig
 
 from hf_hotspa.calibrate.model_calibration import Procedure, calibrate
+from hf_hotspa.commands.rank_world import WorldError, run_world
 from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes
-from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError, printable
+from hf_hotspa.errors import HotspaConfigError, PeerError, printable
 from hf_hotspa.parallel import backends
-from hf_hotspa.whole_file import write_whole
 
 _TIMEOUT = timedelta(minutes=10)
-_RESULT, _ERROR = "calibration.json", "error.json"
 
 
 class _Request(NamedTuple):
@@ -100,34 +95,12 @@ def _run_launched(request: _Request) -> Calibration | None:
 
 
 def _run_own(request: _Request, count: int) -> Calibration:
-    with tempfile.TemporaryDirectory(prefix="hotspa-calibrate-") as folder:
-        result, error = Path(folder) / _RESULT, Path(folder) / _ERROR
-        try:
-            multiprocessing.start_processes(_rank_main, (count, folder, request), nprocs=count, start_method="spawn")
-        except Exception as failure:
-            if error.exists():
-                raise HotspaError.from_dict(json.loads(error.read_text())) from None
-            raise PeerError(f"a process failed: {failure}", where="calibration") from failure
-        return Calibration.load(result)
-
-
-def _rank_main(rank: int, count: int, folder: str, request: _Request) -> None:
-    backends.prefer_loopback(os.environ)
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)
-    }  # fmt: skip
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # like launchers
-    dist.init_process_group(
-        _backend(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count, timeout=_TIMEOUT
-    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        calibration = request.measure()
-    except HotspaError as error:
-        # all ranks raise the same error, so any of them may write it; a reader never sees half a file
-        write_whole(Path(folder) / _ERROR, json.dumps(error.to_dict()))
-        raise
-    if rank == 0:
-        calibration.save(Path(folder) / _RESULT)
-    dist.barrier()
-    dist.destroy_process_group()
+        return run_world(count, _measure, request, timeout_s=_TIMEOUT.total_seconds(), device=device)
+    except WorldError as failure:
+        raise PeerError(f"a process failed: {failure}", where="calibration") from failure
+
+
+def _measure(rank: int, world_size: int, request: _Request) -> Calibration:
+    return request.measure()

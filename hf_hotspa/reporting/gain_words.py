@@ -1,4 +1,4 @@
-"""What ratios of seconds say, in the same words in `hf-hotspa plan`, at the start of `auto`, after training and in the report.
+"""What ratios of seconds say, in the same words in `hf-hotspa plan`, at the start of `auto`, after training, in the report and in `hf-hotspa bench`.
 
 Two questions, never mixed: whether this product is faster than what one would run without it (`against_others`), and
 whether switching is faster than the best single strategy of ours (`of_switching`). A ratio is of their seconds by ours.
@@ -10,13 +10,15 @@ CORRECTED_ERROR = 0.03
 """The same for predictions that were corrected by measured seconds of the run."""
 
 
-def against_others(ratio: float, name: str, error: float = PREDICTED_ERROR) -> str:
-    """Returns the answer to the first question, without a full stop. `name`: of the fastest alternative."""
+def against_others(ratio: float, name: str, error: float = PREDICTED_ERROR, how: str = "predicted") -> str:
+    """Returns the answer to the first question, without a full stop. `name`: of the fastest alternative. `how`: how the
+    ratio is known."""
     if ratio > 1 + error:
-        return f"Yes: {ratio:.2f}x over {name}, predicted"
+        return f"Yes: {ratio:.2f}x over {name}, {how}"
     if 1 / ratio > 1 + error:
-        return f"No: {name} is {1 / ratio:.2f}x as fast, predicted"
-    return f"About the same as {name}: {ratio:.2f}x, predicted within {error:.0%}"
+        return f"No: {name} is {1 / ratio:.2f}x as fast, {how}"
+    same = "About the same as" if error <= PREDICTED_ERROR else "Not clear, against"
+    return f"{same} {name}: {ratio:.2f}x, {how} within {error:.0%}"
 
 
 def of_switching(ratio: float, single: str, how: str, low: float, high: float, clear: bool = True) -> str:

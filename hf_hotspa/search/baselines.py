@@ -337,7 +337,9 @@ class Pricing(Question):
         devices."""
         shape, as_given = self.shape, ":" in text
         named = [Strategy.parse(part.strip()) for part in text.split(",")] if not as_given else []
-        known = parse_buckets(text) if as_given else tuple(Bucket(s, 1 + i, 1 + i, i) for i, s in enumerate(named))
+        most = max((strategy.cp for strategy in named), default=1)  # a pack has a token for each rank of cp
+        some = (Bucket(s, most * (i + 1), most * (i + 1), most * i) for i, s in enumerate(named))
+        known = parse_buckets(text) if as_given else tuple(some)
         check_buckets(known, world_size, shape)
         RunOptions(schedule).check(known, shape)
         for bucket in known:

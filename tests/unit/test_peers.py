@@ -30,14 +30,10 @@ from peers.tables import (  # type: ignore[import-not-found]
     near_the_fastest,
     verdict,
 )
-from peers.work import (  # type: ignore[import-not-found]
-    LENGTHS,
-    Work,
-    draw,
-    rows_of_mini_batch,
-)
+from peers.work import Work  # type: ignore[import-not-found]
 from side_by_side import CellRun  # type: ignore[import-not-found]
 
+from hf_hotspa.commands.bench.workload import LENGTHS, draw, rows_of_mini_batch
 from hf_hotspa.strategy import check_launch, parse_buckets
 
 MIB = 1 << 20

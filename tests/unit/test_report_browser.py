@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from hf_hotspa.reporting.bench_result import bench_page, compared_page
 from hf_hotspa.reporting.page import all_panels, report_page
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.whole_file import write_whole
 from tests.run_logs import write_run
+from tests.unit.test_bench import file_of, result_of
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
 
@@ -72,6 +74,14 @@ def test_the_page_in_a_browser(tmp_path, width, dark):
     assert seen(tmp_path, page, width, dark) == [
         "PROBE", str(dark).lower(), "false", "11", "0", "true", "15", "", "", background,
     ]  # fmt: skip
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_pages_of_bench_in_a_browser(tmp_path, width):
+    result = result_of(file_of("chat"), file_of("commoncrawl"), file_of("github"))
+    assert seen(tmp_path, bench_page(result), width)[2:9] == ["false", "3", "0", "true", "6", "", ""]
+    assert seen(tmp_path, compared_page([result, result]), width)[2:9] == ["false", "2", "0", "true", "3", "", ""]
 
 
 @needs_browser

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest import make_model, make_rows
+from contest import make_model
 from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 from hf_hotspa.calibrate.probe import PeakMemory
+from hf_hotspa.commands.bench.workload import make_rows
 from peers.work import Work
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
