@@ -223,9 +223,10 @@ TASKS = {
     "rloo": Scoring(3, reference=True),
     "classify": Scoring(1),
     "reward": Scoring(1),
+    "embed": Scoring(1),
     "distill": Scoring(),
 }
 """Scoring by training task: `sft` uses the model's own loss; `dpo` pairs, with a live reference or precomputed; `grpo`
-and `rloo` completions, with TRL's defaults or a KL term; `classify` and `reward` a head without a vocabulary; `distill`
+and `rloo` completions, with TRL's defaults or a KL term; `classify`, `reward` and `embed` no vocabulary; `distill`
 a teacher (`Scoring.taught`)."""
-WITHOUT_LOGITS = ("classify", "reward")
+WITHOUT_LOGITS = ("classify", "reward", "embed")

@@ -50,6 +50,7 @@ _ARGUMENTS = {
 }
 CONFIGS = {
     "sft": "SFTConfig", "reward": "RewardConfig", "classify": "TrainingArguments", "rloo": "RLOOConfig",
+    "embed": "SentenceTransformerTrainingArguments",
     **dict.fromkeys(("dpo", "dpo-precomputed"), "DPOConfig"), **dict.fromkeys(("grpo", "grpo-kl"), "GRPOConfig"),
 }  # fmt: skip
 """The arguments' class by `terms.TASKS`."""

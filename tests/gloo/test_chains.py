@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from hf_hotspa import HotSPaTrainingArguments
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.trainer import switched
-from tests.families import MIXTURE
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 
@@ -32,7 +32,7 @@ WIDE = tuple(
         ("llama_gqa_bias", "right", "weightedmean", "pairs"),
         ("gemma2_soft_caps", "left", "mean", "cached"),
         ("qwen3_qk_norm_tied", "left", "max", "sizes"),
-        (MIXTURE, "right", "mean_sqrt_len_tokens", "pairs"),
+        ("llama_gqa_bias", "right", "mean_sqrt_len_tokens", "pairs"),
         ("qwen3_qk_norm_tied", "right", "", "ranks"),
     )
 )  # fmt: skip
@@ -126,7 +126,8 @@ def most_bytes(pooling: str, kind: str, pool: str) -> tuple[float, float]:
     if pooling == "max" or kind == "ranks":  # values of all tokens go
         return float("inf"), float("inf")
     strategies, of_rows = [bucket.strategy for bucket in parse_buckets(pool)], 8 * 3 * WIDTH * 8
-    values = of_rows * max(each.cp for each in strategies) * (2 if kind == "cached" else 1)
+    parts = max(each.cp * (each.tp if each.sp else 1) for each in strategies)
+    values = of_rows * parts * (2 if kind == "cached" else 1)
     return values, of_rows * max(each.cp * each.tp for each in strategies)
 
 
@@ -304,6 +305,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_library(kind, tmp_path):
     [
         ("layer", "SentenceTransformer"),
         ("loss", "are not the model's"),
+        ("adapter", "is an adapter inside a SentenceTransformer"),
     ],
 )
 def test_what_cannot_be_switched_is_refused(kind, message, tmp_path):
@@ -316,7 +318,9 @@ def test_what_cannot_be_switched_is_refused(kind, message, tmp_path):
     model, data, loss = made(f"{tmp_path}/0", "mean", "pairs")
     if kind == "layer":
         model.append(Dense(32, 8).double())
-    elif kind == "loss":
+    elif kind == "adapter":
+        model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    else:
         data = texts(20, ("first", "second"), label=True)
         loss = SoftmaxLoss(model, 32, 2)
     with pytest.raises(HotspaError, match=message):

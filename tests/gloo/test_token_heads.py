@@ -9,14 +9,19 @@ import torch.distributed.nn
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast, Trainer
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
 from transformers.models.llama import LlamaForSequenceClassification
 
 from hf_hotspa import HotSPaTrainer, HotSPaTrainingArguments
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
-from tests.families import MIXTURE, tiny_config
+from tests.families import MIXTURE, tiny_config, tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 from tests.switched import worst
@@ -156,6 +161,47 @@ def test_losses_predictions_and_gradients_are_those_of_the_plain_model(world_siz
             assert max(numbers) < limit, (name, numbers)
 
 
+# -- dropout before a head --------------------------------------------------------------------------------------------
+
+
+def dropped(rank, world, kind, pools):
+    """Logits in training of a batch, and their gradients, under each list of strategies; and without draws."""
+    own = batch_of(rows(6, kind, 5, rank), left=rank == 1)
+    batch = {name: value for name, value in own.items() if name != "labels"}
+    found = []
+    for pool in pools:
+        model = headed("qwen3_qk_norm_tied", kind, 5, classifier_dropout=0.3)
+        switched = SwitchedModel(model, parse_buckets(pool)).train()
+        with exact_in_double(torch.float64):
+            logits = switched(**batch)["logits"]
+            logits = logits * batch["attention_mask"][..., None] if logits.dim() == 3 else logits
+            weights = torch.linspace(-1.0, 1.0, logits.numel(), dtype=torch.float64).view(logits.shape)
+            (logits * weights).sum().backward()
+            switched.flush()
+            gradients = switched.engine.full_gradients()
+            with torch.no_grad():
+                without = switched.eval()(**batch)["logits"]
+        assert float((without - switched.train()(**batch)["logits"]).abs().max()) > 1e-3  # others are drawn
+        # the logits are linear in the head
+        of_head = sum(float((gradients[n] * p).sum()) for n, p in model.named_parameters() if n.startswith("score"))
+        found.append((logits.detach(), float((logits * weights).sum()), of_head, gradients))
+        switched.close()
+    return found
+
+
+def test_dropout_before_a_head_draws_the_same_under_each_strategy():
+    pools = ("dp2:64", "tp2+sp:64", "cp2+ck9:64", "pp2:64")
+    by_rank = run_ranks(2, dropped, "tokens", pools, timeout=200)
+    for of_rank in by_rank:
+        first = of_rank[0]
+        for logits, _, _, gradients in of_rank[1:]:
+            assert float((logits - first[0]).abs().max()) < 1e-11
+            assert worst(gradients, first[3]) < 1e-11
+    for number in range(len(pools)):  # the pass that gives gradients has the draws of the one that gave the logits
+        value = sum(of_rank[number][1] for of_rank in by_rank) / 2
+        assert by_rank[0][number][2] == pytest.approx(value, rel=1e-9)
+
+
 # -- the Trainer ------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +251,32 @@ def test_rows_of_a_stock_collator_and_auto(tmp_path):
     assert trainer.engine is not None
     assert len(logs[0]) == 2
     assert logs[1] == pytest.approx(logs[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_head_that_answers_questions_has_no_padding(pads):
+    config = copy.deepcopy(tiny_model("qwen3_qk_norm_tied", torch.float64).config)
+    config.pad_token_id = PAD
+    torch.manual_seed(1)
+    plain = AutoModelForQuestionAnswering.from_config(config, attn_implementation="sdpa").double().train()
+    ids = torch.randint(4, 150, (3, 12))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if pads:
+        ids[1, 8:], batch["attention_mask"][1, 8:] = PAD, 0
+    batch |= {"start_positions": torch.tensor([1, 4, 2]), "end_positions": torch.tensor([3, 6, 5])}
+    model = copy.deepcopy(plain)
+    switched = SwitchedModel(model, parse_buckets("dp1:64")).train()
+    with exact_in_double(torch.float64):
+        if pads:  # its loss is over all places of the batch
+            with pytest.raises(HotspaError, match="reads the output at a place where attention_mask is 0"):
+                switched(**batch)
+        else:
+            plain(**batch)["loss"].backward()
+            switched(**batch)["loss"].backward()
+            switched.flush()
+            gradients = {name: p.grad for name, p in plain.named_parameters()}
+            assert worst(switched.engine.full_gradients(), gradients) < 1e-11
+    switched.close()
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def setup(task: str = "sft", **more: object) -> Setup:
         ("grpo-kl", 5),
         ("rloo", 6),
         ("classify", 4),
+        ("embed", 4),
         ("reward", 4),
     ],
 )

@@ -301,7 +301,9 @@ def _refuse_bare_tuners(model: nn.Module) -> None:
         raise UnsupportedError(
             f"the module {tuner!r} is an adapter inside a {type(model).__name__}",
             why="adapters are read from a PeftModel, which holds their config",
-            fix="use peft.get_peft_model(model, config) instead of model.add_adapter or inject_adapter_in_model",
+            fix="train without one, or a model of transformers with a head and an adapter, and put it into the chain later"
+            if isinstance(model, nn.Sequential)
+            else "use peft.get_peft_model(model, config) instead of model.add_adapter or inject_adapter_in_model",
         )
 
 
