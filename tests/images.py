@@ -14,8 +14,12 @@ from tests.vision_models import batch_of_images, rows_with_images, vision_model,
 
 
 def freeze(model: Any, what: str) -> None:
-    """`all`: towers and projector; `tower`: not the projector; `none`."""
-    for name, parameter in other_half(model).items():
+    """`all`: towers and projector; `tower`: not the projector; `language`: the language model, these not; `none`."""
+    half = other_half(model)
+    for name, parameter in model.named_parameters():
+        if what == "language" and name not in half:
+            parameter.requires_grad_(False)
+    for name, parameter in half.items():
         if what == "all" or (what == "tower" and "project" not in name and "merger" not in name):
             parameter.requires_grad_(False)
 

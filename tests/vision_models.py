@@ -314,7 +314,8 @@ def vision_reference(
             with exact_in_double(model.dtype):
                 logits = model(**batch, use_cache=False).logits[0, :-1]
                 loss = functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) / num_labels
-                (loss / len(rows_by_rank)).backward()
+                if loss.requires_grad:  # of text, with a frozen language model, it does not
+                    (loss / len(rows_by_rank)).backward()
             total += loss.item()
         losses.append(total)
     gradients = {

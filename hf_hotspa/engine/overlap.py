@@ -240,7 +240,7 @@ class UnitStream:
     def _hang_hooks(self, units: Sequence[int]) -> None:
         segment_unit = {s: unit for unit, segments in self._units.segments.items() for s in segments}
         unit_of = {id(p): segment_unit.get(slot.segment) for p, slot in self._replica.parameters}
-        has_embedding, is_first = EMBEDDING in units, True
+        has_embedding, is_first = EMBEDDING in self._units.backward_of_stage(self._strategy, self._stage), True
         for unit, layer in enumerate(self._replica.layers):
             if unit not in units:
                 continue

@@ -84,12 +84,15 @@ class Units:
         """The units of a stage that its backward pass visits, in order.
 
         Later stages visit all units: the previous stage needs the gradient of their input. Stage 0 stops at its first
-        unit, in forward order, with a trained parameter.
+        unit, in forward order, with a trained parameter; with trained modules beside the strategies, whose outputs enter behind
+        the embedding, at its first layer.
         """
         units = self.of_stage(strategy, stage)
         if stage == 0:
             trained = {segment.unit for segment in self.vector.segments if segment.trainable}
             order = (EMBEDDING, *units) if EMBEDDING not in units else units
+            if BESIDE in trained:
+                trained.update(order[1:2])
             first = next((i for i, unit in enumerate(order) if unit in trained), len(order))
             units = tuple(unit for unit in order[first:] if unit in units)
         return units[::-1]

@@ -34,7 +34,10 @@ TWO: tuple[Case, ...] = (
     ("gemma3", "tower", ("cp2:24,pp2:200",), {}),
 )
 SHORT = ("dp2:24,tp2:200", "tp2+sp+rc:200", "cp2:200", "dp2+z3:200", "pp2+z2:24,dp2:200")
-WIDE_2: tuple[Case, ...] = tuple((family, "none", SHORT, {}) for family in VISION_FAMILIES)
+WIDE_2: tuple[Case, ...] = (
+    *((family, "none", SHORT, {}) for family in VISION_FAMILIES),
+    *((family, "language", SHORT, {}) for family in ("qwen3_vl", "gemma3")),
+)
 WIDE_4: tuple[Case, ...] = tuple(
     (family, "none", ("dp4:24,dp2tp2:60,cp2tp2+sp:200", "cp4+z3:200", "dp2cp2+rc:200"), {})
     for family in ("qwen3_vl", "gemma3", "mistral3")

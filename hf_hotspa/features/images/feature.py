@@ -43,4 +43,6 @@ def attach(
     from hf_hotspa.features.images.towers import Towers
 
     towers = description.side_inputs
-    return (PictureReplica(replica, towers.wire, description.base),) if isinstance(towers, Towers) else ()
+    return (
+        (PictureReplica(replica, towers.wire, description.base, towers.trained),) if isinstance(towers, Towers) else ()
+    )

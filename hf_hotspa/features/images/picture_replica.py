@@ -43,8 +43,8 @@ class PictureReplica(Attachment):
     """See above. Behind the embedding the first table of features replaces rows; behind layer i table i + 1 is added to them. A
     layer that runs again (`+rc`) finds the features with its pack."""
 
-    def __init__(self, replica: Replica, wire: Wire, base: str) -> None:
-        self._replica, self._taping = replica, Taping()
+    def __init__(self, replica: Replica, wire: Wire, base: str, trained: bool) -> None:
+        self._replica, self._taping, self._trained = replica, Taping(), trained
         self._here: _Here | None = None
         self._packed: MicroBatch | None = None
         if replica.is_first:
@@ -110,7 +110,11 @@ class PictureReplica(Attachment):
 
     def _replace(self, module: nn.Module, inputs: object, out: Tensor) -> Tensor:
         here = self._here
-        return out if here is None else out.index_copy(1, here.index, here.features(0, out)[None])
+        if here is not None:
+            return out.index_copy(1, here.index, here.features(0, out)[None])
+        if self._trained and torch.is_grad_enabled() and not out.requires_grad:
+            return out.detach().requires_grad_()  # every backward goes through all layers, with images or without
+        return out
 
     def _add(self, table: int, module: nn.Module, inputs: object, named: dict[str, Any], out: Out) -> Out:
         here = named["hotspa_pack"].beside
