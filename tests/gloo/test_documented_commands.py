@@ -75,7 +75,7 @@ def made_short(command: str, folder: Path) -> str | None:
     if command.startswith("accelerate launch ") and "examples/chat_lora.py --use_cpu" in command:
         return f"{command} --max_steps 2 {out}"
     if command.startswith("accelerate launch ") and re.search(
-        r"examples/(from_trl|trl_sft|trl_dpo|trl_reward|trl_grpo|trl_distill|qlora)\.py --use_cpu", command
+        r"examples/(from_trl|trl_sft|trl_dpo|trl_reward|trl_grpo|trl_distill|train_images|qlora)\.py --use_cpu", command
     ):
         return f"{command} --max_steps 2 {out}"
     if command == "hf-hotspa train --model path/to/model --dataset my.jsonl --use_cpu --processes 2":

@@ -73,6 +73,7 @@ def test_the_script_that_comes_from_trl(tmp_path):
         ("trl_reward.py", 0.5),
         ("trl_grpo.py", 0.05),
         ("trl_distill.py", -0.03),
+        ("train_images.py", -0.5),
     ],
 )
 def test_a_script_of_trl_with_one_import_changed(script, better, tmp_path):
