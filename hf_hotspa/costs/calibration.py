@@ -182,6 +182,7 @@ _MASTER_BYTES = 4
 _NANOSECOND = 1e-9
 _LARGEST_FACTOR = 2.0
 """Largest factor by which phases are scaled up or down; larger ones are due to disturbed measurements."""
+_DOUBTED = 8  # so many measured phases correct a prediction by half of what they say: other programs disturb a few
 _NOT_IN_OLDER_FILES = ("phases", "layers", "exchanges", "runs")
 
 
@@ -314,7 +315,11 @@ class Calibration:
         ratios: dict[Degrees, list[RunSample]] = {}
         for sample in self.runs:
             ratios.setdefault(degrees_of(Strategy.parse(sample.strategy)), []).append(sample)
-        return DegreeFactors.fit({degrees: _mean_ratio(samples) for degrees, samples in ratios.items()})
+        means = dict[Degrees, float]()
+        for degrees, samples in ratios.items():
+            number = sum(sample.number for sample in samples)
+            means[degrees] = _mean_ratio(samples) ** (number / (number + _DOUBTED))
+        return DegreeFactors.fit(means)
 
     def with_runs(self, measured: Iterable[RunSample]) -> "Calibration":
         """Returns a calibration that has learned from a run. Earlier runs count at most as much as this one."""

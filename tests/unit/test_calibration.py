@@ -398,8 +398,11 @@ def test_factors_are_means_within_bounds() -> None:
 # --------------------------------------------------------------------------------------------------- what runs have taught
 
 
+MANY = 10**9
+
+
 def degree_factors(ratios: dict[str, float]) -> DegreeFactors:
-    samples = tuple(RunSample(name, ratio, 4) for name, ratio in ratios.items())
+    samples = tuple(RunSample(name, ratio, MANY) for name, ratio in ratios.items())
     return calibration(runs=samples).time_model(SIZES).degree_factors
 
 
@@ -423,7 +426,7 @@ def test_runs_correct_each_kind_and_a_trend_corrects_the_others() -> None:
 @pytest.mark.parametrize("slots", [2.0, math.inf])
 def test_predictions_and_bounds_follow_what_runs_have_taught(slots: float) -> None:
     ratios = {"dp4": 1.1, "dp2tp2": 1.5, "dp2cp2": 0.8, "dp4+z3": 1.7, "dp2pp2": 1.2}
-    samples = tuple(RunSample(name, ratio, 4) for name, ratio in ratios.items())
+    samples = tuple(RunSample(name, ratio, MANY) for name, ratio in ratios.items())
     before, after = (
         CostModel.of_calibration(calibration(slots=slots, runs=runs), SIZES, MemoryOptions()).time
         for runs in ((), samples)
@@ -453,6 +456,9 @@ def test_a_calibration_learns_from_runs(tmp_path: Path) -> None:
     older = second.to_dict()
     del older["runs"]
     assert Calibration.from_dict(older) == calibration()
+    few, many = (calibration(runs=(RunSample("dp4", 1.44, number),)) for number in (8, MANY))
+    found = [each.time_model(SIZES).degree_factors.of(Strategy(4)) for each in (few, many)]
+    assert found == [pytest.approx(1.2), pytest.approx(1.44, rel=1e-4)]
 
 
 def test_phases_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
