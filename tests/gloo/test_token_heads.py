@@ -274,8 +274,8 @@ def test_a_head_that_answers_questions_has_no_padding(pads):
             plain(**batch)["loss"].backward()
             switched(**batch)["loss"].backward()
             switched.flush()
-            gradients = {name: p.grad for name, p in plain.named_parameters()}
-            assert worst(switched.engine.full_gradients(), gradients) < 1e-11
+            gradients = switched.engine.full_gradients()
+            assert max(float((gradients[name] - p.grad).abs().max()) for name, p in plain.named_parameters()) < 1e-11
     switched.close()
 
 
