@@ -38,7 +38,12 @@ _SHARED_STATE = ("num_kv_shared_layers",)
 
 
 class PassThrough(nn.Module):
-    """Replaces a layer or norm of another stage: returns its hidden state."""
+    """Replaces a layer or norm of another stage: returns its hidden state. Base models read the kind of a layer from it, which
+    is a text."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(layer or self).items() if isinstance(value, str)})
 
     def forward(self, hidden: Tensor | None = None, *args: object, **kwargs: Tensor) -> Tensor:
         return kwargs["inputs_embeds"] if hidden is None else hidden
@@ -107,7 +112,7 @@ def _run_as_later_stage(
     for name in norms:
         setattr(probe, name, PassThrough())
         getattr(probe, name).register_forward_pre_hook(lambda *_, name=name: called.append(name))
-    setattr(probe, layers, nn.ModuleList(PassThrough() for _ in getattr(base, layers)))
+    setattr(probe, layers, nn.ModuleList(map(PassThrough, getattr(base, layers))))
     _fill_buffers(probe)
     buffer = next((b for b in probe.buffers() if b.is_floating_point()), None)
     device = buffer.device if buffer is not None else torch.device("cpu")

@@ -387,7 +387,7 @@ def _stage_model(description: ModelDescription, layers_here: Collection[int], is
     places = [(layers, i) for n in description.layers for layers in [base.get_submodule(n)] for i in range(len(layers))]
     for unit, (layers, index) in enumerate(places):
         if unit not in layers_here:
-            layers[index] = PassThrough()
+            layers[index] = PassThrough(layers[index])
     if not is_first:
         take_hidden_state(base, description.embeddings)
     if not is_last:

@@ -46,6 +46,10 @@ _OF_LAYERS = {
         **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
         **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise"),
     },
+    "modernbert": {
+        **dict.fromkeys(("attn.Wqkv", "mlp.Wi"), "colwise"),
+        **dict.fromkeys(("attn.Wo", "mlp.Wo"), "rowwise"),
+    },
     "gpt_oss": {
         **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), "colwise"),
         "self_attn.o_proj": "rowwise",
@@ -57,7 +61,10 @@ _OF_LAYERS = {
     },
 }
 """Layer plans of families without one in transformers."""
-_OF_STAGES = dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), ("embed_tokens", "layers", "norm"))
+_OF_STAGES = {
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), ("embed_tokens", "layers", "norm")),
+    "modernbert": ("embeddings", "layers", "final_norm"),
+}
 """Pipeline plans of families without one in transformers: the names of a base model's modules, in order."""
 
 _GATHERED = (COLWISE_GATHER, ROWWISE_SPLIT)
@@ -402,7 +409,7 @@ class TensorPlan:
         (width,) = widths
         for leaf, style in local.items():
             rows = self._linear(f"{name}.{leaf}").out_features
-            fused = style == COLWISE and leaf == "gate_up_proj" and rows == 2 * width
+            fused = style == COLWISE and leaf in ("gate_up_proj", "Wi") and rows == 2 * width
             if style == COLWISE and rows != width and not fused:
                 raise _WholeError(f"{leaf} is {rows} wide where {width} are expected")
             parts = (Part(width, width, width, by_step_time=True),) * (2 if fused else 1)
@@ -455,6 +462,8 @@ def _head_parts(leaf: str, rows: int, heads: int, kv_heads: int) -> tuple[Part, 
         size = rows // (heads + 2 * kv_heads)
         key_value = _kv_part(kv_heads * size, kv_heads)
         return (Part(heads * size, kv_heads, heads), key_value, key_value)
+    if leaf == "Wqkv":
+        return (Part(rows // 3, kv_heads, heads),) * 3
     count = kv_heads if leaf in _KEY_VALUE else heads
     if rows % count:
         raise _WholeError(f"{leaf} has {rows} rows for {count} heads")

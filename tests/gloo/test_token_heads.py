@@ -38,7 +38,7 @@ TWO = (
     ("llama_gqa_bias", "embed", 3, ("tp2+sp:64",)),
     ("llama_gqa_bias", "embed mean", 3, ("dp2:16,tp2+sp:64", "cp2+ck9:64", "pp2+v2:64")),
     ("llama_gqa_bias", "embed last", 3, ("tp2+sp+ck7:64", "cp2+rc:64")),
-    ("modernbert", SINGLE, 3, ("dp2+z3:16,cp2:64",)),
+    ("modernbert", SINGLE, 3, ("dp2+z3:16,cp2:64", "pp2:16,tp2+sp:64")),
     ("embeddinggemma", MULTI, 3, ("dp2:16,tp2+sp:64", "pp2+rc:64")),
     ("roberta", "tokens", 5, ("dp2:16,cp2+rc:64",)),
 )
@@ -85,7 +85,7 @@ PLANNED = (
     "pp2+z2:16,tp2+sp:64",
 )
 WIDE_ENCODERS = tuple(
-    (family, kind, labels, PLANNED if family == "embeddinggemma" else UNPLANNED)
+    (family, kind, labels, PLANNED if family in ("embeddinggemma", "modernbert") else UNPLANNED)
     for family, kinds in (
         ("modernbert", ((REAL, 1), (MULTI, 3), ("tokens", 5))),
         ("embeddinggemma", ((REAL, 1), (SINGLE, 3), (SINGLE, 5))),
