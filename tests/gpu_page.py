@@ -51,7 +51,7 @@ def status(runs: Runs) -> str:
         return (
             f"{STATUS} alpha. Tested on CPU processes, whose messages keep [NCCL's rules](docs/wire.md), and on one H100 whose ranks "
             "talked through the host; nothing has run over NCCL yet, so there are no multi-GPU figures "
-            "([what ran where](docs/limits.md))."
+            "([what ran where](docs/limits.md)). With two GPUs you can [measure it](docs/measured.md#how-to-send-a-result)."
         )
     where = " and ".join(f"{_name(run)} ({TITLES[run['kind']]})" for run in found)
     missing = "" if any(run["kind"] == OWN for run in found) else " Ranks shared a GPU: there are no multi-GPU figures."

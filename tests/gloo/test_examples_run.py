@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+from hf_hotspa.reporting.bench_result import BenchResult
 from hf_hotspa.reporting.page import all_panels
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.trainer.trainer import SwitchedMixin
@@ -168,14 +169,33 @@ def test_the_plugin_of_axolotl_gives_its_trainer_over_a_switched_model(monkeypat
     assert plugin.get_trainer_cls(SimpleNamespace(rl="dpo")) is None
 
 
-def cells():
-    return json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+def cells(name="notebook.ipynb"):
+    return json.loads((EXAMPLES / name).read_text())["cells"]
 
 
-def test_the_notebook_is_kept_without_outputs():
-    for cell in cells():
+@pytest.mark.parametrize("name", ["notebook.ipynb", "two_gpus.ipynb"])
+def test_the_notebook_is_kept_without_outputs(name):
+    for cell in cells(name):
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_notebook_for_two_gpus_runs_on_two_processes(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "two_gpus.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    small = "--longest 128 --tokens 256 --steps 2 --rounds 1"
+    environment = {**os.environ, "HOTSPA_INSTALLED": "1", "HOTSPA_BENCH_FLAGS": small, "OMP_NUM_THREADS": "1"}
+    client = NotebookClient(notebook, timeout=800, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client.execute(env=environment)
+    result = BenchResult.load(tmp_path / "out" / "two_gpus" / "bench.json")
+    assert result.exact
+    assert not result.ended
+    assert all(result_of_side.rounds for file in result.files for result_of_side in file.sides.values())
 
 
 @pytest.mark.slow
