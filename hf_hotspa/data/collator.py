@@ -603,6 +603,17 @@ class RowCollator:
                 width = max((stop - first for _, first, stop in pieces), default=1)
                 rows = [row for row, _, _ in pieces]
                 for name, value in batch.items():
+                    if (
+                        isinstance(value, Tensor)
+                        and value.is_floating_point()
+                        and value.dim() > 1
+                        and value.shape != ids.shape
+                    ):
+                        raise UnsupportedError(
+                            f"hotspa_overlong={self.policy} with {name} {list(value.shape)} of rows {list(ids.shape)}",
+                            why="its numbers belong to neither tokens nor rows, and cannot be cut with them",
+                            fix="use hotspa_overlong=error, and let the last bucket take the longest row",
+                        )
                     if isinstance(value, Tensor) and value.shape == ids.shape:
                         out[name] = _pieces_of(value, pieces, width, name)
                     elif isinstance(value, Tensor) and value.dim() and len(value) == len(ids):

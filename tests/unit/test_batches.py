@@ -314,6 +314,16 @@ def test_batches_of_the_users_are_cut_too():
     }
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (9, 12)])
+def test_rows_with_images_are_not_cut(shape):
+    """Even where there are as many images as rows."""
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    batch = {"input_ids": ids, "attention_mask": ids, "labels": ids, "pixel_values": torch.zeros(shape)}
+    assert RowCollator(lambda examples: batch, policy=TRUNCATE, longest=4)([{"x": 1}])["input_ids"].shape == (2, 4)
+    with pytest.raises(UnsupportedError, match="hotspa_overlong=truncate with pixel_values"):
+        RowCollator(lambda examples: batch, policy=TRUNCATE, longest=3)([{"x": 1}])
+
+
 def test_rows_of_several_documents_are_not_cut():
     rows = [{"input_ids": [1, 2, 3, 4], "seq_lengths": [2, 2]}]
     assert cut(rows, SPLIT, longest=4)[COUNTS] == [0, 0, 0, 0]
