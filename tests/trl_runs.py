@@ -381,7 +381,7 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
     if case.reference:
         reference = small(case.family, case.dtype, seed=1)
         for mine, other in zip(reference.parameters(), model.parameters(), strict=True):
-            mine.data = 0.1 * mine.data + 0.9 * other.data
+            mine.data = 0.99 * other.data if case.family in VISION_FAMILIES else 0.1 * mine.data + 0.9 * other.data
         if case.kind in ONLINE:  # they load theirs by name
             model.config._name_or_path = saved(reference, f"{folder}/reference")
         else:

@@ -25,7 +25,10 @@ def pictures(family: str, kind: str, number: int, seed: int = 0) -> Dataset:
         words = row["text"].split(" ")
         cut = 1 + max([i for i, word in enumerate(words) if not word.startswith("w")], default=1)
         parts = {"text": row["text"]}
-        if kind != "text":
+        if kind == "pair":
+            ends = [" ".join(["", *words[cut:], f"w{4 + (index + n) % 9}"]) for n in range(2)]
+            parts = {"prompt": " ".join(words[:cut]), "chosen": ends[0], "rejected": ends[1]}
+        elif kind != "text":
             parts = {"prompt": " ".join(words[:cut]), "completion": " ".join(["", *words[cut:], f"w{4 + index % 9}"])}
         for name, value in (parts | {"images": row["images"]}).items():
             columns.setdefault(name, []).append(value)
@@ -49,6 +52,15 @@ CASES = {
     "sft of completions": Case(
         "SFT", BLOCKS, "", {**SMALL, "gradient_accumulation_steps": 2, "max_steps": 3}, family="gemma3",
         given=of_images("gemma3", "completion"), wide=True,
+    ),
+    "sft with adapters on both halves": Case(
+        "SFT", BLOCKS, "", SMALL, family="gemma3", given=of_images("gemma3", "completion"), lora=True, wide=True
+    ),
+    "dpo": Case(
+        "DPO", BLOCKS, "", {**SMALL, **EVALUATES}, family="gemma3", given=of_images("gemma3", "pair"), reference=True, wide=True
+    ),
+    "dpo with adapters on both halves": Case(
+        "DPO", POOLS, "", SMALL, family="qwen3_vl", given=of_images("qwen3_vl", "pair"), lora=True, wide=True
     ),
 }  # fmt: skip
 
