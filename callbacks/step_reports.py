@@ -460,9 +460,11 @@ class TraceCallback(TrainerCallback):
         """Writes an evaluation."""
         self._write_metrics("eval", state.global_step, metrics)
 
-    def on_log(self, args: object, state: TrainerState, control: object, logs: object = None, **kwargs: object) -> None:
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, Any] | None = None, **kwargs: object
+    ) -> None:
         """Writes what only this trainer logs, such as TRL's rewards; steps and evaluations have their own lines."""
-        own = {name: each for name, each in dict(logs or {}).items() if not name.startswith(_WRITTEN_ELSEWHERE)}
+        own = {name: each for name, each in (logs or {}).items() if not name.startswith(_WRITTEN_ELSEWHERE)}
         self._write_metrics("log", state.global_step, own)
 
     def _write_metrics(self, kind: str, step: int, metrics: object) -> None:

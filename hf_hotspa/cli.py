@@ -21,7 +21,7 @@ from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoint_files, environment, inputs
 from hf_hotspa.commands.bench import command as bench
 from hf_hotspa.commands.inputs import add_flags, file_to_write, whole
-from hf_hotspa.commands.parser import USAGE_ERROR, CommandParser
+from hf_hotspa.commands.parser import USAGE_ERROR, CommandParser, Commands
 from hf_hotspa.commands.train_help import HELP, OVERVIEW, RUN_HELP
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
@@ -128,7 +128,7 @@ _SETUP_VALUES: dict[str, dict[str, Any]] = {
 }
 
 
-def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", setup: argparse.ArgumentParser) -> None:
+def _add_plan(commands: Commands, setup: argparse.ArgumentParser) -> None:
     parser = commands.add_parser("plan", parents=[setup], help="choose strategies, buckets and packs")
     parser.set_defaults(answer=_plan)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -159,9 +159,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
     add_command_flags("plan", parser)
 
 
-def _add_estimate(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", setup: argparse.ArgumentParser
-) -> None:
+def _add_estimate(commands: Commands, setup: argparse.ArgumentParser) -> None:
     parser = commands.add_parser("estimate", parents=[setup], help="memory of one strategy")
     parser.set_defaults(answer=_estimate)
     machine = {"--gpus GPUS": _GPUS, "--hardware HARDWARE": f"{_MACHINES}; gives the limit"}
@@ -175,9 +173,7 @@ def _add_estimate(
     add_command_flags("estimate", parser)
 
 
-def _add_calibrate(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", model: argparse.ArgumentParser
-) -> None:
+def _add_calibrate(commands: Commands, model: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "calibrate",
         parents=[model],
@@ -267,7 +263,7 @@ def _missing(command: str, error: ModuleNotFoundError) -> int:
     return USAGE_ERROR
 
 
-def _add_formulas(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_formulas(commands: Commands) -> None:
     parser = commands.add_parser(
         "formulas",
         help="the textbook's numbers of 3D parallelism, a row for each (p, t, d)",
@@ -312,7 +308,7 @@ def _formulas(args: argparse.Namespace) -> None:
 _RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"
 
 
-def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_reports(commands: Commands) -> None:
     report = commands.add_parser("report", help="rebuild the page of a run from its record")
     report.set_defaults(answer=_report)
     page = f"the page (default: {PAGE_NAME} beside the record)"

@@ -21,6 +21,7 @@ from hf_hotspa.checkpoint.format.manifest import (
     verify,
 )
 from hf_hotspa.commands.inputs import add_flags
+from hf_hotspa.commands.parser import Commands
 from hf_hotspa.costs.hardware import parse_bytes
 from hf_hotspa.costs.terms import form_names
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
@@ -29,7 +30,7 @@ from hf_hotspa.reporting.terminal import text_table
 DAMAGED = 1  # exit code of `verify` when a checkpoint is damaged
 
 
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parsers(commands: Commands) -> None:
     where = "a checkpoint-<step> directory, or the output_dir of a run for all of its checkpoints"
     inspect = commands.add_parser("inspect", help="list the contents of a checkpoint")
     inspect.set_defaults(answer=_inspect)

@@ -8,6 +8,7 @@ import subprocess
 from importlib.metadata import distributions
 
 from hf_hotspa.commands.inputs import add_flags
+from hf_hotspa.commands.parser import Commands
 from hf_hotspa.errors import printable
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.versions import LIBRARIES, TRIED, version_of
@@ -20,7 +21,7 @@ _RANKS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NNODES", "SLURM_NTASKS")
 _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser(
         "env",
         help="versions, cards and variables of this machine, for a problem report",

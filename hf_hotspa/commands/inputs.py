@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from hf_hotspa.commands.parser import Commands
 from hf_hotspa.costs.hardware import PRESETS, Hardware, find_preset, load_hardware, other_forms, template
 from hf_hotspa.costs.model_config import hub_file, preset_names, preset_source
 from hf_hotspa.errors import HotspaConfigError
@@ -92,7 +93,7 @@ def machines(args: argparse.Namespace) -> tuple[str, str | None]:
     return nodes, hardware
 
 
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parsers(commands: Commands) -> None:
     lengths = commands.add_parser(
         "lengths",
         help="count the tokens of a data set's rows",

@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from hf_hotspa.errors import printable
 from hf_hotspa.nearest import meant, unknown_flag
@@ -64,3 +64,7 @@ class CommandParser(argparse.ArgumentParser):
         """Ends the program with code 2."""
         print(f"{self.prog}: {printable(message)} ({self.prog} --help)", file=sys.stderr)
         sys.exit(USAGE_ERROR)
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
+"""What a command is added to, with `add_parser`."""

@@ -274,8 +274,11 @@ def test_a_head_that_answers_questions_has_no_padding(pads):
             plain(**batch)["loss"].backward()
             switched(**batch)["loss"].backward()
             switched.flush()
-            gradients = switched.engine.full_gradients()
-            assert max(float((gradients[name] - p.grad).abs().max()) for name, p in plain.named_parameters()) < 1e-11
+            gradients = {name: p.grad for name, p in plain.named_parameters()}
+            found = switched.engine.full_gradients()
+            # the softmax over places takes the bias out: its gradient is rounding
+            assert float((found.pop("qa_outputs.bias") - gradients.pop("qa_outputs.bias")).abs().max()) < 1e-15
+            assert worst(found, gradients) < 1e-11
     switched.close()
 
 

@@ -8,10 +8,10 @@ from datasets import Dataset, Features, Image, Sequence, Value
 from transformers import AutoModelForImageTextToText
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT
-from tests.gloo.test_trl import EVALUATES, FREE
+from tests.gloo.test_trl import FREE
 from tests.harness import run_ranks
 from tests.training_runs import newest, whole_state
-from tests.trl_runs import Case, both_sides, check_resumed, compare, run_and_resume
+from tests.trl_runs import EVALUATES, Case, both_sides, check_resumed, compare, run_and_resume
 from tests.vision_models import KINDS, image_rows, vision_model
 
 pytestmark = pytest.mark.gloo

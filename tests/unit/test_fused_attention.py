@@ -70,7 +70,7 @@ def test_tokens_see_both_sides_in_a_module_that_is_not_causal(kind, monkeypatch)
     out, _ = packed_attention(module, query, key, value, None, hotspa_pack=pack, **given)
     parts = []
     for place in places:
-        q, k, v = query[0, :, place], *(x[0, :, place].repeat_interleave(2, 0) for x in (key, value))
+        q, (k, v) = query[0, :, place], (x[0, :, place].repeat_interleave(2, 0) for x in (key, value))
         scores = q @ k.transpose(1, 2) / 8**0.5
         scores = options["softcap"] * (scores / options["softcap"]).tanh() if "softcap" in options else scores
         position = torch.arange(scores.shape[1])

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hf_hotspa.commands.inputs import add_flags, file_to_write, whole
+from hf_hotspa.commands.parser import Commands
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.bench_result import BenchResult, compared_page, compared_rows, compared_sentences
 from hf_hotspa.reporting.terminal import text_table
@@ -13,7 +14,7 @@ FOLDER = "out/bench"
 _STOPPED = 130
 
 
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parsers(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "bench",
