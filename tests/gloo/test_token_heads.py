@@ -63,7 +63,7 @@ WIDE_2 = tuple(
 UNPLANNED = (
     "dp2:64",
     "cp2:64",
-    "dp2+z1:64",
+    "dp2+z2+rc2:64",
     "dp2+z2:64",
     "dp2+z3:64",
     "dp2+rc:64",
