@@ -79,14 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     # `main` passes its flags on: they include those from TrainingArguments, which only torch and transformers know
     commands.add_parser(TRAIN, add_help=False, help="fine-tune a model on a data set")
     commands.add_parser(RUN, add_help=False, help="run a program that trains with a Trainer, unchanged")
-    model = argparse.ArgumentParser(add_help=False)
+    model = CommandParser(add_help=False)
     presets = ", ".join(preset_names())
     add_flags(
         model,
         {"--model MODEL": f"a name on the hub, a config.json, its folder, or one of: {presets}", "--json": _JSON},
         model={"required": True},
     )
-    setup = argparse.ArgumentParser(add_help=False, parents=[model])
+    setup = CommandParser(add_help=False, parents=[model])
     add_flags(setup, _SETUP, **_SETUP_VALUES)
     _add_plan(commands, setup)
     _add_estimate(commands, setup)
@@ -128,7 +128,7 @@ _SETUP_VALUES: dict[str, dict[str, Any]] = {
 }
 
 
-def _add_plan(commands: Commands, setup: argparse.ArgumentParser) -> None:
+def _add_plan(commands: Commands, setup: CommandParser) -> None:
     parser = commands.add_parser("plan", parents=[setup], help="choose strategies, buckets and packs")
     parser.set_defaults(answer=_plan)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -159,7 +159,7 @@ def _add_plan(commands: Commands, setup: argparse.ArgumentParser) -> None:
     add_command_flags("plan", parser)
 
 
-def _add_estimate(commands: Commands, setup: argparse.ArgumentParser) -> None:
+def _add_estimate(commands: Commands, setup: CommandParser) -> None:
     parser = commands.add_parser("estimate", parents=[setup], help="memory of one strategy")
     parser.set_defaults(answer=_estimate)
     machine = {"--gpus GPUS": _GPUS, "--hardware HARDWARE": f"{_MACHINES}; gives the limit"}
@@ -173,7 +173,7 @@ def _add_estimate(commands: Commands, setup: argparse.ArgumentParser) -> None:
     add_command_flags("estimate", parser)
 
 
-def _add_calibrate(commands: Commands, model: argparse.ArgumentParser) -> None:
+def _add_calibrate(commands: Commands, model: CommandParser) -> None:
     parser = commands.add_parser(
         "calibrate",
         parents=[model],
