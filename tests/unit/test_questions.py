@@ -48,10 +48,10 @@ class Case:
 
 CASES = (
     Case("0.6B", "1x1", "4090-24g", FULL, "chat", 4096, YES, EQUAL, OURS),
-    Case("8B", "1x1", "4090-24g", QLORA, "chat", 2048, SAME, EQUAL, STOCK),
-    Case("8B", "1x1", "4090-24g", QLORA, "github", 16384, NO, EQUAL, STOCK),
+    Case("8B", "1x1", "4090-24g", QLORA, "chat", 2048, YES, PAYS, OURS),
+    Case("8B", "1x1", "4090-24g", QLORA, "github", 16384, SAME, ONE, OURS),
     Case("8B", "1x1", "4090-24g", QLORA, "chat", 8192, SAME, EQUAL, OURS),
-    Case("8B", "1x1", "h100-80g", LORA, "chat", 8192, YES, EQUAL, OURS),
+    Case("8B", "1x1", "h100-80g", LORA, "chat", 8192, YES, ONE, OURS),
     Case("0.6B", "1x1", "l4-24g", LORA, "uniform", 2048, SAME, ONE, STOCK),
     Case("0.6B", "1x2", "4090-24g", FULL, "chat", 8192, SAME, ONE, STOCK),
     Case("8B", "1x2", "a100-80g", LORA, "github", 32768, YES, ONE, OURS),
