@@ -122,6 +122,10 @@ test-front-ends: $(INSTALLED)  ## axolotl and ms-swift as published, with and wi
 test-gpu: $(INSTALLED)  ## The tests that need an NVIDIA GPU; one is enough. HOTSPA_NCCL_LIBRARY=FILE runs them with that NCCL
 	@$(ONE_THREAD) HOTSPA_TEST_GPU=1 $(PY) -m tests.gpu $(PYTEST_ARGS)
 
+.PHONY: gpu-all
+gpu-all: $(INSTALLED)  ## All that a machine with an NVIDIA GPU can show, in 25 minutes: tests, NCCL's rules, benchmarks; call again to go on
+	@$(PY) -m tests.gpu_all $(GPU_ALL_ARGS)
+
 # mypy resolves no package_dir mapping, so it is shown the tree as it is installed: a folder of links.
 TREE := .cache/merged-tree
 .PHONY: lint

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 LIBRARY = "HOTSPA_NCCL_LIBRARY"
+ON = "HOTSPA_GPU_ON"
+"""`gpu`, `host` (GPUs as if there were no NCCL) or `cpu`: what `python -m tests.gpu --on` was given, for its ranks."""
 SHARES_SINCE = (2, 30)
 SHARED_ENVIRONMENT = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -67,7 +69,7 @@ class Machine:
             gpus=tuple(torch.cuda.get_device_name(i) for i in range(count)),
             driver=_driver() if count and driver else "",
             cuda=torch.version.cuda or "",
-            nccl=loaded_nccl() if count else None,
+            nccl=loaded_nccl() if count and os.environ.get(ON) != "host" else None,
             torch=torch.__version__,
             preloaded=bool(os.environ.get(LIBRARY)) and os.environ[LIBRARY] in os.environ.get("LD_PRELOAD", ""),
         )

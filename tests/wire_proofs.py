@@ -10,6 +10,8 @@ import io
 import time
 from collections.abc import Sequence
 
+from tests.gpu_machine import NO_GPU, Machine, announcement, best_setup
+from tests.harness import Device
 from tests.wire_recorder import ROOT
 from tests.wire_rules import Fault, Proof, check
 from tests.wire_runs import CASES, Case, traces_of
@@ -28,10 +30,10 @@ def line(case: Case, proof: Proof) -> tuple[str, ...]:
     return (case.name, strategies, *map(str, numbers))
 
 
-def prove(cases: Sequence[Case], timeout: float) -> tuple[list[tuple[str, ...]], bool]:
+def prove(cases: Sequence[Case], timeout: float, device: Device = "cpu") -> tuple[list[tuple[str, ...]], bool]:
     """Prints a line for each case; the lines, and whether all are proven."""
     lines, proven = list[tuple[str, ...]](), True
-    for case, traces, _ in traces_of(cases, timeout):
+    for case, traces, _ in traces_of(cases, timeout, device):
         found = check(traces)
         if isinstance(found, Fault):
             proven = False
@@ -48,14 +50,21 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a part of the names of cases")
     parser.add_argument("--quick", action="store_true", help="what the fast tests run")
     parser.add_argument("--write", action="store_true", help="write the table into docs/data/wire-proofs.csv")
+    parser.add_argument("--on", choices=("cpu", "gpu"), default="cpu", help="gpu: the same over NCCL; writes no table")
     given = parser.parse_args()
+    if given.on == "gpu":
+        machine = Machine.found()
+        if not best_setup(machine).over_nccl:
+            print(f"nothing was run: {'NCCL wants a GPU for every rank' if machine.gpus else NO_GPU}")
+            return 2
+        print(announcement(machine, best_setup(machine)), flush=True)
     cases = [
         c for c in CASES if c.world_size in given.ranks and given.only in c.name and (c.is_quick or not given.quick)
     ]
     begin = time.perf_counter()
     print(" | ".join(HEADER))
-    lines, proven = prove(cases, timeout=1500.0)
-    if given.write and proven and len(lines) == len(CASES):
+    lines, proven = prove(cases, timeout=1500.0, device="cuda" if given.on == "gpu" else "cpu")
+    if given.write and given.on == "cpu" and proven and len(lines) == len(CASES):
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([HEADER, *lines])
         PAGE.write_text(text.getvalue())

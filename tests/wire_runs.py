@@ -21,7 +21,7 @@ from hf_hotspa.parallel import backends
 from hf_hotspa.plan import rounds
 from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE, tiny_model
-from tests.harness import run_ranks
+from tests.harness import Device, run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import random_rows
 from tests.wire_recorder import Recorder, Trace
@@ -257,11 +257,13 @@ def _all_of_a_world(rank: int, world_size: int, cases: Sequence[Case], folder: s
     return [recorded(rank, world_size, case, f"{folder}/{number}") for number, case in enumerate(cases)]
 
 
-def traces_of(cases: Sequence[Case], timeout: float = 300.0) -> Iterator[tuple[Case, list[Trace], list[Any]]]:
+def traces_of(
+    cases: Sequence[Case], timeout: float = 300.0, device: Device = "cpu"
+) -> Iterator[tuple[Case, list[Trace], list[Any]]]:
     """Each case with the traces of its ranks, and with what they returned; one world for all cases of a size."""
     for size in sorted({case.world_size for case in cases}):
         own = [case for case in cases if case.world_size == size]
         with tempfile.TemporaryDirectory(prefix="hotspa-wire-") as folder:
-            ranks = run_ranks(size, _all_of_a_world, own, folder, timeout=timeout)
+            ranks = run_ranks(size, _all_of_a_world, own, folder, timeout=timeout, device=device)
         for number, case in enumerate(own):
             yield case, [rank[number][0] for rank in ranks], [rank[number][1] for rank in ranks]

@@ -1,6 +1,7 @@
 """`make test-gpu`: every part on what this machine has, one line about it first and last, and a log that docs are made of.
 
     python -m tests.gpu                 # on GPUs: over NCCL where it can be
+    python -m tests.gpu --on host       # on GPUs, messages through the host
     python -m tests.gpu --on cpu        # the same parts on CPU processes over gloo
     python -m tests.gpu --no-log -k exact
 
@@ -18,10 +19,8 @@ from typing import Any
 import pytest
 
 from tests.gpu_check import FOLDER, GpuCheck
-from tests.gpu_machine import CPU, LIBRARY, NO_GPU, Machine, announcement, best_setup, preloading
+from tests.gpu_machine import CPU, LIBRARY, NO_GPU, ON, Machine, announcement, best_setup, preloading
 from tests.gpu_page import LOG, rewrite, with_run
-
-ON = "HOTSPA_GPU_ON"
 
 
 def entry(machine: Machine, check: GpuCheck, complaints: list[str]) -> dict[str, Any]:
@@ -39,13 +38,14 @@ def entry(machine: Machine, check: GpuCheck, complaints: list[str]) -> dict[str,
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--on", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--on", choices=("gpu", "host", "cpu"), default="gpu", help="host: on GPUs, without NCCL")
     parser.add_argument("--no-log", action="store_true", help=f"leave {LOG.name} as it is")
     options, for_pytest = parser.parse_known_args(arguments)
     if options.on == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ[ON] = options.on
     machine = Machine.found(driver=True)
-    if options.on == "gpu" and not machine.gpus:
+    if options.on != "cpu" and not machine.gpus:
         print(f"nothing was run: {NO_GPU}; the same parts run on CPU processes with --on cpu", flush=True)
         return 2
     library = os.environ.get(LIBRARY)
@@ -57,7 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
         command = [sys.executable, "-m", "tests.gpu", *(sys.argv[1:] if arguments is None else arguments)]
         os.execve(sys.executable, command, {**os.environ, **changes})
     setup = best_setup(machine)
-    os.environ[ON] = options.on
     os.environ["HOTSPA_TEST_GPU"] = "0" if setup.kind == CPU else "1"
     print(announcement(machine, setup), flush=True)
     check = GpuCheck(setup)
