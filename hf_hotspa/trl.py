@@ -37,6 +37,7 @@ from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.model.specs import describe_model, dtype_name
 from hf_hotspa.parallel.loss import IGNORE
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
+from hf_hotspa.rows.read_row import refuse_images
 from hf_hotspa.switched.calls import Compared, EveryToken
 from hf_hotspa.switched.model import FrozenModel, SwitchedModel
 from hf_hotspa.switched.model_object import guard, release, structure_only
@@ -534,9 +535,10 @@ def _check_supported(
     for name, (nothing, why, fix) in _UNSUPPORTED_FIELDS.items():
         if (value := getattr(args, name, nothing)) not in (nothing, None):  # front ends give None for no
             raise UnsupportedError(f"{type(args).__name__} has {name}={value!r}", why=why, fix=fix)
-    if kind in OF_PADDING and (
-        given.get("compute_metrics") is not None or getattr(args, "generate_during_eval", False)
-    ):
+    if kind not in ("SFT", "DPO", "KTO"):
+        refuse_images(given.get("train_dataset"), f"TRL's {kind}Trainer", "SFTTrainer, DPOTrainer or KTOTrainer")
+    predicts = given.get("compute_metrics") is not None or getattr(args, "generate_during_eval", False)
+    if kind in OF_PADDING and predicts:
         raise UnsupportedError(
             f"compute_metrics, or generate_during_eval, with TRL's {kind}Trainer",
             why="its predictions are means of logits over padding, too, which is not computed here; the other was not tried",
@@ -567,8 +569,7 @@ def _scoring(
         return _scoring_online(kind, values, adapted, has_routers and values["router_aux_loss_coef"] != 0.0)
     is_live = not values["precompute_ref_log_probs"]
     scored = 2 if kind == "KTO" and values["loss_type"] == "kto" else 1  # KTO also scores the completions of its KL
-    second = given.get("ref_model") is not None or not adapted
-    return Scoring(scored * (1 + is_live), is_live and second)
+    return Scoring(scored * (1 + is_live), is_live and (given.get("ref_model") is not None or not adapted))
 
 
 def _scoring_online(kind: str, values: Mapping[str, Any], adapted: bool, balanced: bool) -> Scoring:

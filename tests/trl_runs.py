@@ -20,7 +20,7 @@ import torch.distributed as dist
 from datasets import Dataset, load_dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT
 from hf_hotspa.errors import HotspaError
@@ -276,7 +276,7 @@ class Case:
     """What a script of TRL does.
 
     Args:
-        kind: SFT, DPO, KTO, Reward, GRPO, RLOO, Distillation, or one of `EXPERIMENTAL`.
+        kind: SFT, DPO, KTO, Reward, GRPO, RLOO, Distillation, one of `EXPERIMENTAL`, or "": transformers' `Trainer`.
         pools: Strategies on 2 ranks, and on 4.
         data: Of `ROWS`.
         fields: Of the config.
@@ -310,8 +310,10 @@ class Case:
     begun: int = 0
 
 
-def recorded(cls: Any) -> Any:
-    """A trainer whose completions hang on the prompt, the place in its group and the step, in the place of generation."""
+def recorded(cls: Any, of_images: bool = False) -> Any:
+    """A trainer whose completions hang on the prompt, the place in its group and the step, in the place of generation.
+    `of_images`: of a family that reads images, whose vocabulary is smaller."""
+    begin, words, end = (4, 150, 1) if of_images else (0, 250, 256)
 
     class Recorded(cls):  # type: ignore[misc]
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -319,7 +321,8 @@ def recorded(cls: Any) -> Any:
             for place, ids in enumerate(prompt_ids):
                 of_group = (rank * len(prompt_ids) + place) % getattr(self, "num_generations", 1)
                 key = hashlib.sha256(f"{list(ids)} {of_group} {self.state.global_step}".encode()).digest()
-                completions.append([*(b % 250 for b in key[: 2 + key[0] % 24]), *([256] if key[1] % 4 else [])])
+                made = [begin + b % words for b in key[: 2 + key[0] % 24]]
+                completions.append([*made, *([end] if key[1] % 4 else [])])
             # every fourth one was cut at the limit
             return (completions, None) if self.__class__.__name__.startswith(("GRPO", "GMPO")) else completions
 
@@ -338,10 +341,14 @@ def brevity(completion_ids: Any = None, **_: Any) -> list[float | None]:
 
 
 def classes(kind: str, own: bool) -> tuple[Any, Any]:
-    """Trainer and config, ours or TRL's."""
+    """Trainer and config, ours or TRL's; of the kind "" transformers' own."""
     import trl
 
     import hf_hotspa.trl
+    from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
+
+    if not kind:
+        return (HotSPaTrainer, HotSPaTrainingArguments) if own else (Trainer, TrainingArguments)
 
     home: Any = hf_hotspa.trl if own else trl
     if kind in EXPERIMENTAL and not own:
@@ -377,7 +384,7 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
     if case.kind in ONLINE:
         given.setdefault("reward_funcs", [reward])
     if case.kind in (*ONLINE, "Distillation", "ServerDistillation") and not case.generates:
-        trainer = recorded(trainer)
+        trainer = recorded(trainer, case.family in VISION_FAMILIES)
     if case.reference:
         reference = small(case.family, case.dtype, seed=1)
         for mine, other in zip(reference.parameters(), model.parameters(), strict=True):

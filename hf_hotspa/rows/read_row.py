@@ -225,7 +225,19 @@ def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:
         raise UnsupportedError(
             f"the dataset has the columns {present}, which the forward of the model takes",
             why="the stock Trainer gives them to the model; here only tokens, labels, padding and positions are read",
-            fix=f"remove them: dataset.remove_columns({present})",
+            fix=f"remove them: dataset.remove_columns({present}); or make them in a data_collator",
+        )
+
+
+def refuse_images(dataset: object, who: str, instead: str) -> None:
+    """Checks that a data set has no column of images. `who`: would read it; `instead`: what may. Raises `UnsupportedError`:
+    naming the columns."""
+    present = sorted({"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()))
+    if present:
+        raise UnsupportedError(
+            f"{who} and a dataset with the columns {present}",
+            why="no test has compared its rows with images with TRL's",
+            fix=f"use {instead}, or dataset.remove_columns({present})",
         )
 
 

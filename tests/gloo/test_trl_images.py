@@ -1,5 +1,8 @@
-"""TRL's trainers with rows of images over a switched model against TRL's own under DDP on as many ranks, in fp64."""
+"""Trainers with rows of images over a switched model, TRL's and transformers', against the stock ones under DDP on as many ranks, in
+fp64."""
 
+from copy import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,11 +11,12 @@ from datasets import Dataset, Features, Image, Sequence, Value
 from transformers import AutoModelForImageTextToText
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT
+from hf_hotspa.errors import HotspaError
 from tests.gloo.test_trl import FREE
 from tests.harness import run_ranks
 from tests.training_runs import newest, whole_state
-from tests.trl_runs import EVALUATES, Case, both_sides, check_resumed, compare, run_and_resume
-from tests.vision_models import KINDS, image_rows, vision_model
+from tests.trl_runs import EVALUATES, RL, Case, both_sides, check_resumed, compare, made, run_and_resume
+from tests.vision_models import KINDS, batch_of_images, image_rows, rows_with_images, vision_model, vision_processor
 
 pytestmark = pytest.mark.gloo
 
@@ -36,6 +40,36 @@ def pictures(family: str, kind: str, number: int, seed: int = 0) -> Dataset:
     return Dataset.from_dict(columns, features=Features(features))
 
 
+def judged() -> Any:
+    """Of Qwen3-VL, half of the completions are good."""
+    rows = pictures("qwen3_vl", "completion", 40)
+    return {"train_dataset": rows.add_column("label", [index % 3 != 0 for index in range(len(rows))])}
+
+
+IN_PARTS = (
+    "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|> "
+    "{% else %}{{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def chats() -> Any:
+    """Of Qwen3-VL, `messages` without placeholders, which TRL puts in front."""
+    rows, processor = pictures("qwen3_vl", "completion", 40), copy(vision_processor("qwen3_vl"))
+    processor.chat_template = IN_PARTS
+    turns = []
+    for row in rows.remove_columns("images"):
+        words = [word for word in row["prompt"].split() if word.startswith("w")]
+        user = {"role": "user", "content": " ".join(["w4", *words])}
+        turns.append([user, {"role": "assistant", "content": row["completion"].strip()}])
+    return {"train_dataset": rows.select_columns("images").add_column("messages", turns), "processing_class": processor}
+
+
+def collated(family: str, evaluates: bool) -> Any:
+    """Rows of text and images, and a collator that calls the processor."""
+    given = of_images(family, "text")() | {"data_collator": partial(batch_of_images, family)}
+    return given if evaluates else {name: value for name, value in given.items() if name != "eval_dataset"}
+
+
 def of_images(family: str, kind: str) -> Any:
     return lambda: {
         "train_dataset": pictures(family, kind, 40),
@@ -47,7 +81,13 @@ POOLS = ("dp2:24@128,tp2+sp:60@128,cp2+rc:256@256", "dp4:24@128,dp2tp2+sp:60@128
 BLOCKS = ("dp2:24@128,tp2+sp:60@128,pp2+rc:256@256", "dp4:24@128,dp2tp2+sp:60@128,tp2pp2:256@256")
 OTHER = ("dp2+z3:256@256", "dp2tp2+rc:256@256")
 SMALL = {**FREE, "per_device_train_batch_size": 3, "max_steps": 5}
+PLAIN = {"per_device_train_batch_size": 3, "max_steps": 3, "remove_unused_columns": False}
 CASES = {
+    "collator": Case("", POOLS, "", PLAIN, family="qwen3_vl", given=partial(collated, "qwen3_vl", False)),
+    "collator, evaluated": Case(
+        "", BLOCKS, "", {**PLAIN, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.05},
+        family="gemma3", given=partial(collated, "gemma3", True), wide=True,
+    ),
     "sft": Case("SFT", POOLS, "", {**SMALL, **EVALUATES}, family="qwen3_vl", given=of_images("qwen3_vl", "completion")),
     "sft of completions": Case(
         "SFT", BLOCKS, "", {**SMALL, "gradient_accumulation_steps": 2, "max_steps": 3}, family="gemma3",
@@ -56,6 +96,12 @@ CASES = {
     "sft with adapters on both halves": Case(
         "SFT", BLOCKS, "", SMALL, family="gemma3", given=of_images("gemma3", "completion"), lora=True, wide=True
     ),
+    "sft of chats": Case("SFT", POOLS, "", {**SMALL, "max_steps": 3}, family="qwen3_vl", given=chats, wide=True),
+    "sft of texts": Case(
+        "SFT", POOLS, "", {**SMALL, "max_steps": 3, "remove_unused_columns": False}, family="qwen3_vl",
+        given=of_images("qwen3_vl", "text"), wide=True,
+    ),
+    "kto": Case("KTO", POOLS, "", {**SMALL, "max_steps": 3}, family="qwen3_vl", given=judged, reference=True, wide=True),
     "dpo": Case(
         "DPO", BLOCKS, "", {**SMALL, **EVALUATES}, family="gemma3", given=of_images("gemma3", "pair"), reference=True, wide=True
     ),
@@ -101,3 +147,50 @@ def test_it_resumes_in_another_layout(tmp_path):
         assert torch.equal(parameter, trained[f"{WEIGHT}/{name}"]), name
         others += [] if "language_model" in name else [torch.equal(parameter, start[name])]
     assert sum(others) < len(others) / 4
+
+
+def online(rank: int, world_size: int, kinds: list[str], folder: str) -> list[str]:
+    texts, rows = [], pictures("qwen3_vl", "completion", 8)
+    for kind in kinds:
+        case = Case(kind, POOLS, "", RL, family="qwen3_vl", given=lambda: {"train_dataset": rows})
+        try:
+            made(case, folder, POOLS[0])
+        except HotspaError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_online_trainers_refuse_images_by_name(tmp_path):
+    kinds = ["GRPO", "RLOO"]
+    for texts in run_ranks(2, online, kinds, str(tmp_path), timeout=200):
+        for kind, text in zip(kinds, texts, strict=True):
+            assert f"{kind}Trainer and a dataset with the columns ['images']" in text
+
+
+def of_processor(rank: int, world_size: int, folder: str) -> str:
+    batch = batch_of_images("qwen3_vl", rows_with_images("qwen3_vl", 0)[:1])
+    row = {
+        name: value.tolist() if name in ("pixel_values", "image_grid_thw") else value[0].tolist()
+        for name, value in batch.items()
+    }
+    case = Case(
+        "",
+        POOLS,
+        "",
+        {"max_steps": 3},
+        family="qwen3_vl",
+        given=lambda: {"train_dataset": Dataset.from_list([row] * 9)},
+    )
+    trainer = made(case, folder, POOLS[0])
+    try:
+        trainer.train()
+    except HotspaError as error:
+        assert trainer.state.global_step == 0
+        return str(error)
+    return ""
+
+
+def test_pixels_without_a_collator_are_refused_by_name(tmp_path):
+    for text in run_ranks(2, of_processor, str(tmp_path), timeout=200):
+        assert "pixel_values" in text, text
+        assert "data_collator" in text, text
