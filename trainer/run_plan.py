@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -512,10 +511,11 @@ def prepare_auto(
 def _learner(
     calibration: Calibration | None, args: HotSPaTrainingArguments
 ) -> Callable[[list[RunSample]], None] | None:
-    if calibration is None or args.full_determinism or args.process_index:
+    """A named file is only read: the same file gives the same plan."""
+    named = args.hotspa_calibration not in (None, MEASURE)
+    if calibration is None or named or args.full_determinism or args.process_index:
         return None
-    given = args.hotspa_calibration
-    return partial(learn, calibration, file=Path(given) if given not in (None, MEASURE) else None)
+    return partial(learn, calibration)
 
 
 def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agreement: Agreement) -> Known | None:

@@ -159,10 +159,10 @@ def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calib
     return Calibration.load(path, key) if path.exists() else None
 
 
-def learn(calibration: Calibration, measured: Sequence[RunSample], file: Path | None = None) -> None:
-    """Adds what a run has measured to the file of its calibration (None: in the cache), for later plans. One process
-    calls it; a file that cannot be written, or is of another case by now, stays."""
-    path = file or cache_folder() / f"{calibration.key.digest()}.json"
+def learn(calibration: Calibration, measured: Sequence[RunSample]) -> None:
+    """Adds what a run has measured to its calibration in the cache, for later plans. One process calls it; a file that
+    cannot be written, or is of another case by now, stays."""
+    path = cache_folder() / f"{calibration.key.digest()}.json"
     try:
         Calibration.load(path, calibration.key).with_runs(measured).save(path)
     except (OSError, HotspaError) as error:

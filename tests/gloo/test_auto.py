@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -490,17 +489,12 @@ def test_a_calibration_that_cannot_be_used_is_refused_on_every_rank(kind, words,
     assert all(word in found[0][1] for word in words), found[0][1]
 
 
-def test_a_calibration_file_is_used_and_learns_from_the_run(tmp_path):
+def test_a_calibration_file_is_used_and_stays_as_it_is(tmp_path):
     path = broken_file(tmp_path, "good", tiny_model(FAMILY))
-    before = Calibration.load(path)
+    before = Path(path).read_bytes()
     per_rank = run_ranks(2, auto_run, torch.float32, str(tmp_path), {"hotspa_calibration": path})
     assert all(len(losses) == STEPS for losses, *_ in per_rank)
-    learned, phases = {sample.strategy: sample.number for sample in Calibration.load(path).runs}, per_rank[0][1]
-    ran = [strategy for step in phases for strategy in step]
-    assert learned == {
-        strategy: ran.count(strategy) - 1 for strategy in ran if ran.count(strategy) > 1
-    }  # not the first
-    assert replace(Calibration.load(path), runs=()) == before
+    assert Path(path).read_bytes() == before
 
 
 def measured_run(rank, world_size, folder):
@@ -531,4 +525,6 @@ def test_nothing_but_the_trainer_is_needed(world_size, tmp_path):
     if world_size == 1:
         assert found[0][0][0].startswith("dp1:")
     # one process measures nothing: there is nothing to switch
-    assert len(list((tmp_path / "calibration").glob("*.json"))) == (world_size > 1)
+    files = list((tmp_path / "calibration").glob("*.json"))
+    assert len(files) == (world_size > 1)
+    assert all(Calibration.load(file).runs for file in files)  # what the runs have taught

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hf_hotspa.calibrate.model_calibration import learn
 from hf_hotspa.costs.calibration import (
     Calibration,
     CalibrationKey,
@@ -445,7 +446,7 @@ def test_predictions_and_bounds_follow_what_runs_have_taught(slots: float) -> No
         assert evaluator.bound(strategy, 0, 1024, 1024) <= exact * (1 + 1e-9)
 
 
-def test_a_calibration_learns_from_runs(tmp_path: Path) -> None:
+def test_a_calibration_learns_from_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = calibration().with_runs([RunSample("dp4", 1.0, 30), RunSample("dp2tp2", 1.5, 2)])
     second = first.with_runs([RunSample("dp4", 1.21, 10), RunSample("dp2cp2", 1.3, 1)])
     known = {sample.strategy: (sample.ratio, sample.number) for sample in second.runs}
@@ -453,6 +454,13 @@ def test_a_calibration_learns_from_runs(tmp_path: Path) -> None:
     assert known == {"dp4": (pytest.approx(1.1), 20), "dp2tp2": (1.5, 2), "dp2cp2": (pytest.approx(1.3), 1)}
     second.save(tmp_path / "c.json")
     assert Calibration.load(tmp_path / "c.json") == second
+    monkeypatch.setenv("HF_HOTSPA_CACHE", str(tmp_path))
+    cached = cache_folder() / f"{first.key.digest()}.json"
+    learn(first, [RunSample("dp4", 1.0, 30)])  # nothing is cached: nothing to add to
+    assert not cached.exists()
+    first.save(cached)
+    learn(calibration(), [RunSample("dp4", 1.21, 10), RunSample("dp2cp2", 1.3, 1)])
+    assert Calibration.load(cached) == second
     older = second.to_dict()
     del older["runs"]
     assert Calibration.from_dict(older) == calibration()
