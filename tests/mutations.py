@@ -484,8 +484,8 @@ MUTATIONS = [
     Mutation(
         "gradients of a loss that was called with another factor are taken as they are",
         "hf_hotspa/switched/model.py",
-        "elif factor != 1.0:",
-        "elif factor > 1e9:",
+        "if scale is None or scale.factor != 1.0:",
+        "if scale is None or scale.factor > 1e9:",
         "tests/gloo/test_stock_equal.py",
     ),
     Mutation(

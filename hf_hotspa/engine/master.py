@@ -254,8 +254,8 @@ class MasterStore:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this rank has all of the segments in place; the same on all ranks."""
-        return not self.in_place or self.world_size == 1 or self.completed == self.frozen_version
+        """Whether this rank has all of its segments in place, if there are any; the same on all ranks."""
+        return self.world_size == 1 or self.completed == self.frozen_version
 
     def note_frozen_in(self, model: nn.Module) -> None:
         """Notes that a model has the frozen weights of this store."""

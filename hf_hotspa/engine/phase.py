@@ -286,7 +286,7 @@ class PhaseRunner:
         self.weights, again = switching.arenas.take_weights(self._places[0], holder)
         for segment, whole in store.in_place.items():
             self.weights[segment] = whole
-        if not store.is_complete:
+        if store.in_place and not store.is_complete:
             switching.start(switching.pool.completion, store.weights, self.weights)
             store.completed = store.frozen_version
         plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)

@@ -91,12 +91,13 @@ class PlanPool:
         self.in_place = held_in_place(self._vector, self._layouts.values())
         if any(strategy.z == 3 for strategy in self.strategies):
             self.in_place &= set(self.units.resident)
+        vars(self).pop("has_frozen", None)
 
     @property
     def _moved(self) -> list[Segment]:
         return [segment for segment in self._vector.segments if segment.index not in self.in_place]
 
-    @property
+    @cached_property
     def has_frozen(self) -> bool:
         """Whether loads have frozen weights and trained ones; some then have only the trained ones."""
         return {segment.trainable for segment in self._moved} == {True, False}

@@ -8,7 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import cache
 from itertools import chain
@@ -21,15 +21,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.parallel.agreement import rank_names
 from hf_hotspa.parallel.head_loss import AuxiliaryLoss
-from hf_hotspa.parallel.loss import TokenLoss
+from hf_hotspa.parallel.loss import WITH_ARG_MAX, TokenLoss
 from hf_hotspa.rows.read_row import IGNORED_LABEL
 from hf_hotspa.switched.passes import (
     FLAT_COLUMNS,
     Document,
     Documents,
+    Mode,
     Passes,
     Results,
     TrainedStep,
@@ -773,3 +775,114 @@ class Assumptions:
         if upstream.auxiliary is not None:
             active |= set(upstream.auxiliary.any(1).nonzero().flatten().tolist())
         return active
+
+
+class Runner:
+    """Computes what the callers of one model get, in the cheapest way; the same on all ranks.
+
+    Attributes:
+        temperature: The divisor of logits of TRL's output.
+        is_of_own: Whether the loss is the engine's token loss.
+    """
+
+    def __init__(
+        self, steps: Steps, meet: Meeting, prepare: Callable[[Request], None] | None, store: MasterStore | None
+    ) -> None:
+        """`prepare`: makes the replicas act as a request wants; None if they act in one way only."""
+        self.steps, self.meet, self._passes, self._assumptions = steps, meet, steps.passes, steps.assumptions
+        self.prepare, self.store, self.temperature = prepare, store, 1.0
+        self.is_of_own = steps.own is not None and store is None
+        self.looks = steps.assumptions.looks if store is None else Looks()
+
+    def run(self, call: Call, request: Request) -> None:
+        """Computes what is known to be read."""
+        if self.prepare is not None:
+            self.prepare(request)
+        mode = request.training, request.trains
+        if not request.trains:
+            self.looks.turn(mode)
+        if request.batch.get("shift_labels") is None and request.batch.get("labels") is None:
+            return
+        if request.wants_loss and self.is_of_own:
+            self._run_own(call, request)
+            return
+        reading = self.looks.before.get(mode, Reading.NONE) if request.wants_loss else Reading.NONE
+        needs_logits = reading is Reading.LOGITS or (request.wants_loss and request.function is not None)
+        if reading is Reading.ARG_MAX:
+            request.fields = WITH_ARG_MAX
+        if request.trains and call.has.fields < 0 and not request.aux and not needs_logits:
+            self._train_at_once(call, request)
+        is_loss = request.wants_loss and isinstance(call.assumed, OfLoss)
+        if not is_loss and (call.has.fields < max(request.fields, 1) or call.has.auxiliary < request.aux):
+            self._score(call, request, needs_logits)
+
+    def _run_own(self, call: Call, request: Request) -> None:
+        """Computes the engine's token loss over all ranks. Each rank gets an equal part."""
+        if request.aux and not call.has.auxiliary:
+            self._score(call, request)
+        items = max(sum(call.labels), 1) if request.num_items is None else request.num_items
+        together = [call] if request.num_items is None or not request.trains else [call, *self.steps.now.waiting]
+        if not request.trains:
+            results = self.score(together, request, Wanted(own=True))
+            results.own /= items
+        elif call.assumed is None:
+            mode, own = Mode(self.steps.number, request.training), Upstream(own=(1.0 / items, 1.0))
+            some = [number for one in together for number in one.everything]
+            results = self._passes.train(self.steps.now, some, mode, Wanted(), own)
+            for one in together:
+                one.assumed = OfLoss()
+        else:
+            return
+        for one in together:
+            one.own = results.own / len(together) / self.steps.engine.world_size
+
+    def read(self, call: Call, request: Request) -> None:
+        """Computes the numbers of a model's tokens that has no vocabulary's head."""
+        self.run(call, request)
+        if not call.has.logits:
+            self._score(call, request, with_logits=True, fields=0)
+
+    def _score(self, call: Call, request: Request, with_logits: bool = False, fields: int = 1) -> None:
+        together = [call] if (with_logits and fields) or not request.trains else [call, *self.steps.now.waiting]
+        if with_logits:
+            self.meet("score with logits", too_many_logits(call.shape, self.steps))
+        wanted = Wanted(max(request.fields, fields), logits=with_logits, auxiliary=request.aux)
+        for one in together:
+            one.head = self.temperature if request.columns else 1.0, request.against
+        results = self.score(together, request, wanted)
+        for one in together:
+            one.results, one.has = results, wanted
+
+    def score(
+        self, calls: Sequence[Call], request: Request, wanted: Wanted, some: Sequence[int] | None = None
+    ) -> Results:
+        """Scores the documents of calls, or some of them without keeping graphs. Collective."""
+        mode, of_step = Mode(self.steps.number, request.training, *calls[0].head), request.trains and some is None
+        some = [number for one in calls for number in one.everything] if some is None else some
+        return self._passes.score(calls[0].of_step, some, mode, wanted, store=self.store, of_step=of_step)
+
+    def _train_at_once(self, call: Call, request: Request) -> None:
+        """Trains a call, and the others that were announced with it, before the caller's backward has brought the
+        gradients, if something is known of them. Documents whose given gradients are all 0 have a forward only."""
+        assumed = OfLoss() if request.wants_loss else self._assumptions.known(request)
+        if assumed is None:
+            return
+        calls = [call] if isinstance(assumed, Tensor) else [call, *self.steps.now.waiting]
+        for one in calls:
+            one.head = self.temperature if request.columns else 1.0, request.against
+        upstream, results, active = self._assumptions.assume(calls, assumed), Results(), set[int]()
+        for one in calls:
+            active.update(one.everything)
+        wanted = Wanted(request.fields, sums=request.wants_loss and not request.fields)
+        if isinstance(assumed, Tensor):
+            idle, active = active, self._assumptions.active(upstream)
+            if idle := idle - active:
+                results = self.score(calls, request, wanted, sorted(idle))
+        if active:
+            mode = Mode(self.steps.number, request.training, *call.head)
+            trained = self._passes.train(self.steps.now, sorted(active), mode, wanted, upstream)
+            results = replace(trained, tokens=results.tokens | trained.tokens)
+        for one in calls:
+            one.results, one.has = results, wanted
+            if isinstance(assumed, EveryToken) and isinstance(one.assumed, Tensor) and assumed.times_probability:
+                one.assumed = one.assumed * one.probabilities()

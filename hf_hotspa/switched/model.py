@@ -8,9 +8,9 @@ call costs, and why: docs/switched-model.md and docs/inside-switched.md; an exam
 all raise.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import itemgetter
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, MoeCausalLMOutputWithPast
 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, whole_parameters
@@ -28,27 +29,33 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, UnsupportedError
 from hf_hotspa.model.model_kind import Readout, has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.parallel.loss import FIELDS
+from hf_hotspa.parallel.loss import FIELDS, WITH_ARG_MAX
 from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.read_row import RowRules
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched import model_object, passes
 from hf_hotspa.switched.calls import (
+    ANCHOR,
     Asked,
     Batch,
     Call,
+    Compared,
+    LazyLogits,
+    Leaf,
     Meeting,
+    OfLoss,
     Reading,
     Request,
+    Runner,
     Step,
     Steps,
     Window,
     labels_of_columns,
+    too_many_logits,
     unreadable,
 )
-from hf_hotspa.switched.outputs import Outputs, Runner
-from hf_hotspa.switched.passes import Mode, Upstream, Wanted
+from hf_hotspa.switched.passes import Mode, Passes, Results, Upstream, Wanted
 
 LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_empty")
 
@@ -70,7 +77,9 @@ class CalledModel(DistributedDataParallel):
         head = model_object.fused_head(self._bare, engine.description.compute_dtype)
         self._adapters, self._readout = model_object.AdapterLayers(model, engine), engine.description.readout
         self._steps, self._passes, self._meet = steps, steps.passes, meet
-        self._runner = Runner(steps, meet, lambda request: self._adapters.set_replicas(request.adapters), store)
+        adapters = self._adapters
+        prepare = (lambda request: adapters.set_replicas(request.adapters)) if adapters.exist else None
+        self._runner = Runner(steps, meet, prepare, store)
         self._runner.temperature = float(head.get("temperature", 1.0))
         asked = ("log_probs", *head.get("outputs", ()))
         self._head_fields = [name for name in FIELDS if name in asked]
@@ -160,7 +169,8 @@ class CalledModel(DistributedDataParallel):
         batch: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         if self._readout is not None:
             return self._read_tokens(self._readout, batch | asked)
-        others, of_side = self._others(asked)
+        given = asked.keys() - Asked.__annotations__.keys()
+        others, of_side = self._others(given, asked) if given else ({}, {})
         error = unreadable(input_ids, others, self._columns, self.engine.rank) if others or input_ids is None else None
         for name in ("labels", "shift_labels", "seq_idx", *passes.FLAT_COLUMNS, *self._columns):
             batch[name] = asked.get(name)
@@ -197,10 +207,10 @@ class CalledModel(DistributedDataParallel):
         out = outputs.of_transformers()
         return out if asked.get("return_dict") is not False else out.to_tuple()
 
-    def _others(self, asked: Asked) -> tuple[dict[str, object], dict[str, object]]:
+    def _others(self, given: Container[str], asked: Asked) -> tuple[dict[str, object], dict[str, object]]:
         """The arguments without a parameter of their name: unknown ones, and what `SideInputs` are made of."""
         names = self._passes.side.names if self._passes.side is not None else frozenset[str]()
-        others = {name: value for name, value in asked.items() if name not in Asked.__annotations__}
+        others: dict[str, object] = {name: value for name, value in asked.items() if name in given}
         return {n: v for n, v in others.items() if n not in names}, {n: v for n, v in others.items() if n in names}
 
     def _read_tokens(self, readout: Readout, given: dict[str, Any]) -> Any:
@@ -226,9 +236,8 @@ class CalledModel(DistributedDataParallel):
         if request.changes:
             self._apply_changes()
         facts = self._passes.exchange.facts(mine, self._meet.sizes)
-        return self._with_side(
-            Call(request.batch, documents, facts, passes.Documents(), self._steps, request.training), request
-        )
+        call = Call(request.batch, documents, facts, passes.Documents(), self._steps, request.training)
+        return call if self._passes.side is None else self._with_side(call, request)
 
     def _with_side(self, call: Call, request: Request) -> Call:
         """A call with what enters beside its tokens. Collective."""
@@ -531,7 +540,7 @@ class SwitchedModel(CalledModel):
         step.window, step.waiting = None, []
         facts = self._passes.exchange.facts(mine, sizes)
         call = Call(request.batch, documents, facts, step.documents, self._steps, request.training)
-        step.calls.append(self._with_side(call, request))
+        step.calls.append(call if self._passes.side is None else self._with_side(call, request))
         return call
 
     def _begin(self, request: Request, begins: bool) -> None:
@@ -579,14 +588,16 @@ class SwitchedModel(CalledModel):
         exchange = self._passes.exchange
         counts = exchange.sent | self.cut  # fields of the report
         scale, upstream, of_all = self.assumptions.compare(map(float, counts.values()))
-        self._scale_gradients(None if scale is None else scale.factor)
+        if scale is None or scale.factor != 1.0:
+            self._scale_gradients(None if scale is None else scale.factor)
         trains_more = bool(upstream.columns or upstream.of_logits or upstream.auxiliary is not None)
         if trains_more:
             self._train_rest(step.calls, upstream)
         if self._passes.side is not None:
             with model_object.structure_only():
                 self._passes.side.flush(step.documents)
-        engine.complete(self._changes.frozen)
+        if self._changes.frozen or engine.beside.exist:
+            engine.complete(self._changes.frozen)
         self._passes.let_go()
         for training in (True, False):
             looks = self.assumptions.looks
@@ -608,7 +619,7 @@ class SwitchedModel(CalledModel):
         if factor is None:
             self.engine.drop_gradients()
             step.has_gradients = False
-        elif factor != 1.0:
+        else:
             self.engine.scale_gradients(factor)
         if side is not None:
             side.scale(step.documents, factor or 0.0)
@@ -698,3 +709,128 @@ class FrozenModel(CalledModel):
     def close(self) -> None:
         """Calls of the model object stay there from now on. The engine stays."""
         self._route.close()
+
+
+@dataclass(eq=False)
+class Outputs:
+    """What forward returns for a call; its tensors are leaves of the caller's graph."""
+
+    _runner: Runner
+    _passes: Passes
+    _call: Call
+    _request: Request
+
+    def of_transformers(self) -> ModelOutput:
+        """As transformers' forward returns."""
+        request, call, loss, aux = self._request, self._call, None, None
+        denominator = call.denominators[self._runner.steps.engine.rank]
+        logits: Tensor = LazyLogits(self.logits, self.arg_max)
+        if request.wants_loss:
+            if request.function is not None:
+                logits, targets = self.logits(), {"labels": request.batch.get("labels")}
+                if (shifted := request.batch.get("shift_labels")) is not None:
+                    targets["shift_labels"] = shifted
+                items, vocab_size = request.given_items, logits.shape[-1]
+                loss = request.function(logits=logits, vocab_size=vocab_size, num_items_in_batch=items, **targets)
+            elif not self._runner.is_of_own and not isinstance(call.assumed, OfLoss):
+                loss = -self._leaf(call.add_scores, call.column(0, self._passes.wide)).sum() / denominator
+            else:
+                value = torch.tensor(call.own, dtype=torch.float64)
+                if not self._runner.is_of_own:
+                    sums = call.results.sums if call.has.sums else call.sums_of_tokens()
+                    total = -sum(map(sums.__getitem__, call.mine))
+                    value = torch.tensor(total, dtype=torch.float64) / denominator
+                loss = value.to(call.device, self._passes.wide)
+                if request.trains:
+                    (loss,) = Leaf.apply(ANCHOR, call.add_factor, loss)
+            if request.aux:
+                loss, aux = self._with_aux(loss)
+        if self._passes.auxiliary is not None:
+            return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, logits=logits)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def _leaf(self, take: Callable[..., None], value: Tensor) -> Tensor:
+        """A leaf, if gradients will come."""
+        return Leaf.apply(ANCHOR, take, value)[0] if self._request.trains else value
+
+    def _with_aux(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds transformers' `load_balancing_loss_func` of this rank's batch; also returns it alone."""
+        call, auxiliary = self._call, self._passes.auxiliary
+        assert auxiliary is not None
+        aux = self._leaf(call.add_auxiliary, call.auxiliary(auxiliary)[0].to(call.device, self._passes.wide))
+        return loss + auxiliary.coefficient * aux, aux
+
+    def of_trl(self) -> object:
+        """As TRL's forward returns with `fused_lm_head`; a comparison returns `Compared`."""
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        call, request = self._call, self._request
+        columns = {name: call.column(FIELDS.index(name), self._passes.wide) for name in request.columns}
+        if request.trains:
+            with_gradient = [name for name in ("log_probs", "entropy") if name in columns]
+            of_caller = Leaf.apply(ANCHOR, call.add_scores, *(columns[name] for name in with_gradient))
+            columns |= dict(zip(with_gradient, of_caller, strict=True))
+        if "is_top1" in columns:
+            columns["is_top1"] = columns["is_top1"] > 0.5
+        mask = call.mask[:, : call.shape[1] - call.shift].to(call.device)
+        of = mask.sum().clamp(min=1) if request.num_items is None else request.num_items
+        if request.against is not None:
+            return Compared(columns["log_probs"], columns["entropy"], mask)
+        loss, aux = -columns["log_probs"].sum() / of, None
+        if request.aux:
+            loss, aux = self._with_aux(loss)
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux, **columns)
+
+    def logits(self) -> Tensor:
+        """[B, L, V], or the requested columns, of the step's weights. Collective."""
+        call, request, runner = self._call, self._request, self._runner
+        self._note_reading(Reading.LOGITS, too_many_logits(call.shape, runner.steps))
+        results = call.results
+        if not call.has.logits:
+            if runner.prepare is not None:
+                runner.prepare(request)
+            results = runner.score([call], request, Wanted(logits=True))
+        return self._kept(self.numbers(results))
+
+    def numbers(self, results: Results) -> Tensor:
+        """[B, L, V], of the last of `Wanted.logits`."""
+        call = self._call
+        call.has = call.has._replace(logits=False)  # now the caller's
+        parts = [results.logits.pop(number) for number in call.mine]
+        dtype = self._runner.steps.engine.description.compute_dtype
+        return self._leaf(
+            call.add_logits, call.lay_out_logits(parts, dtype, self._passes.num_logits, self._passes.pools)
+        )
+
+    def arg_max(self) -> Tensor:
+        """int64 [B, L], or the requested columns: the token with the largest logit. Collective."""
+        call, request, runner = self._call, self._request, self._runner
+        self._note_reading(Reading.ARG_MAX, None)
+        results = call.results
+        if call.has.fields < WITH_ARG_MAX:
+            if runner.prepare is not None:
+                runner.prepare(request)
+            results = runner.score([call], request, Wanted(WITH_ARG_MAX))
+        parts = [results.tokens[number][:, WITH_ARG_MAX - 1] for number in call.mine]
+        return self._kept(call.lay_out(parts, torch.int64))
+
+    def _kept(self, columns: Tensor) -> Tensor:
+        """The requested columns of [B, L, ...]."""
+        kept = self._request.kept
+        if isinstance(kept, Tensor):
+            return columns[:, kept]
+        return columns[:, -kept:] if kept else columns
+
+    def _note_reading(self, reading: Reading, error: HotspaError | None) -> None:
+        """All ranks read something of this call's logits, which are of the step's weights."""
+        call, request, runner, steps = self._call, self._request, self._runner, self._runner.steps
+        is_old = runner.store is None and call.version != steps.version
+        if is_old or (request.trains and call not in steps.now.calls):
+            error = UnsupportedError(
+                "logits were read after the step",
+                where=f"rank {steps.engine.rank}, {steps.place}",
+                why="their weights have been replaced",
+                fix="use the logits before flush and optimizer.step()",
+            )
+        runner.meet("read logits" if reading is Reading.LOGITS else "read the largest logits", error)
+        runner.looks.note((request.training, request.trains), reading)

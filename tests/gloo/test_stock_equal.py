@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.switched.outputs import Outputs
+from hf_hotspa.switched.model import Outputs
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests import token_heads

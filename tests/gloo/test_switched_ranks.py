@@ -12,8 +12,7 @@ from hf_hotspa.errors import HotspaError, PeerError, TokenRangeError, Unsupporte
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.switched.passes import Documents
-from hf_hotspa.switched.tape import TapedReplica
+from hf_hotspa.switched.passes import Documents, TapedReplica
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows

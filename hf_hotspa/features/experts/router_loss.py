@@ -29,7 +29,8 @@ from hf_hotspa.features.experts.routers import balance_function, router_outputs
 from hf_hotspa.model.replica import Attachment
 from hf_hotspa.parallel.attention import ChunkPrefix
 from hf_hotspa.parallel.loss import IGNORE
-from hf_hotspa.switched.tape import Tape, Taping, rows_of
+from hf_hotspa.switched.passes import rows_of
+from hf_hotspa.switched.tape import Tape, Taping
 
 RoutersOfChunks = dict[int, tuple[list[Tensor], int]]
 """What a sequence's chunks leave, by chunk: each router's logits [tokens, E], without a graph, and the number of label
