@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset, load_dataset
@@ -547,6 +548,14 @@ def compare(both: Callable[..., Any], world_size: int, cases: Mapping[str, Case]
     """Runs cases on both sides and fails with `wrong_ones`. `both`: runs them on a rank, from their names and the folder."""
     wrong = wrong_ones(run_ranks(world_size, both, list(cases), str(folder), timeout=1500), cases)
     assert not wrong, "\n".join(wrong)
+
+
+def worlds(cases: Mapping[str, Case], together: bool = False) -> list[Any]:
+    """`(ranks, names)` for `compare`: on 2 ranks the cases that are not wide, each alone or `together`; slow, the wide ones
+    on 2 ranks, and all on 4."""
+    fast, wide = ([name for name, case in cases.items() if case.wide is is_wide] for is_wide in (False, True))
+    slow = [pytest.param(ranks, names, marks=pytest.mark.slow) for ranks, names in ((2, wide), (4, list(cases)))]
+    return [*((2, names) for names in ([fast] if together else [[name] for name in fast])), *slow]
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,18 @@ from transformers import TrainerCallback
 from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE
 from tests.harness import run_ranks
-from tests.trl_runs import EVALUATES, RL, Case, both_sides, check_resumed, compare, hits, run_and_resume, wrong_ones
+from tests.trl_runs import (
+    EVALUATES,
+    RL,
+    Case,
+    both_sides,
+    check_resumed,
+    compare,
+    hits,
+    run_and_resume,
+    worlds,
+    wrong_ones,
+)
 
 pytestmark = pytest.mark.gloo
 
@@ -115,14 +126,7 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
     return both_sides({name: CASES[name] for name in names}, world_size, folder)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"),
-    [
-        *((2, [name]) for name, case in CASES.items() if not case.wide),
-        pytest.param(2, [name for name, case in CASES.items() if case.wide], marks=pytest.mark.slow),
-        pytest.param(4, list(CASES), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "names"), worlds(CASES))
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
     compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.gloo.test_trl_options import POOLS, Draw
 from tests.harness import run_ranks
-from tests.trl_runs import EVALUATES, Case, both_sides, calling, compare, hits, look, small, wrong_ones
+from tests.trl_runs import EVALUATES, Case, both_sides, calling, compare, hits, look, small, worlds, wrong_ones
 
 pytestmark = pytest.mark.gloo
 
@@ -92,14 +92,7 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
     return both_sides({name: CASES[name] for name in names}, world_size, folder)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"),
-    [
-        (2, [name for name, case in CASES.items() if not case.wide]),
-        pytest.param(2, [name for name, case in CASES.items() if case.wide], marks=pytest.mark.slow),
-        pytest.param(4, list(CASES), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "names"), worlds(CASES, together=True))
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
     compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
 

@@ -15,7 +15,7 @@ from hf_hotspa.errors import HotspaError
 from tests.gloo.test_trl import FREE
 from tests.harness import run_ranks
 from tests.training_runs import newest, whole_state
-from tests.trl_runs import EVALUATES, RL, Case, both_sides, check_resumed, compare, made, run_and_resume
+from tests.trl_runs import EVALUATES, RL, Case, both_sides, check_resumed, compare, made, run_and_resume, worlds
 from tests.vision_models import KINDS, batch_of_images, image_rows, rows_with_images, vision_model, vision_processor
 
 pytestmark = pytest.mark.gloo
@@ -115,14 +115,7 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
     return both_sides({name: CASES[name] for name in names}, world_size, folder)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"),
-    [
-        *((2, [name]) for name, case in CASES.items() if not case.wide),
-        pytest.param(2, [name for name, case in CASES.items() if case.wide], marks=pytest.mark.slow),
-        pytest.param(4, list(CASES), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "names"), worlds(CASES))
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
     compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
 

@@ -21,6 +21,7 @@ from tests.trl_runs import (
     reward,
     rollout,
     run_and_resume,
+    worlds,
 )
 
 pytestmark = pytest.mark.gloo
@@ -98,14 +99,7 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
     return both_sides({name: CASES[name] for name in names}, world_size, folder)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"),
-    [
-        (2, [name for name, case in CASES.items() if not case.wide]),
-        pytest.param(2, [name for name, case in CASES.items() if case.wide], marks=pytest.mark.slow),
-        pytest.param(4, list(CASES), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "names"), worlds(CASES, together=True))
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
     compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
 
