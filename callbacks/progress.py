@@ -38,7 +38,6 @@ class PhaseProgressCallback(TrainerCallback):
     def on_phase_begin(
         self, args: object, state: TrainerState, control: object, phase: PhaseEvent, **kwargs: object
     ) -> None:
-        """Shows the phase."""
         if not state.is_world_process_zero or (not is_watched() if self.disable is None else self.disable):
             return
         if phase.index == 0:
@@ -57,13 +56,11 @@ class PhaseProgressCallback(TrainerCallback):
     def on_phase_end(
         self, args: object, state: TrainerState, control: object, phase: PhaseEvent, **kwargs: object
     ) -> None:
-        """Counts the phase."""
         if phase.index + 1 == phase.num_phases:
             self._last_s = time.perf_counter() - self._began
             self._close()
 
     def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Removes the line."""
         self._close()
         self._notebook_line = None
 
@@ -74,7 +71,6 @@ class PhaseProgressCallback(TrainerCallback):
 
 
 def in_notebook() -> bool:
-    """Whether the process is the kernel of a notebook."""
     return "ipykernel" in sys.modules
 
 

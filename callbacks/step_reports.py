@@ -58,7 +58,6 @@ class TracedStep:
 
 
 def trace_events(steps: Sequence[TracedStep]) -> dict[str, Any]:
-    """The trace as JSON-ready plain data."""
     events: list[dict[str, Any]] = []
     worlds = [len(t.report.ranks.agree_s) if t.report.ranks is not None else 1 for t in steps]
     for rank in range(max(worlds, default=0)):
@@ -250,7 +249,6 @@ class SwitchOverheadCallback(TrainerCallback):
         self._flops: ModelFlops | None = None
 
     def on_run_begin(self, args: object, state: TrainerState, control: object, run: RunFacts, **kwargs: object) -> None:
-        """Prints the buckets."""
         self._flops = run.flops
         if self.print_table and state.is_world_process_zero:
             rows = [["tokens", "strategy", "pack tokens"]]
@@ -311,7 +309,6 @@ class SwitchOverheadCallback(TrainerCallback):
         return {f"hotspa/{name}": round(value, 6) for name, value in metrics.items()}
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: object = None, **kwargs: object) -> None:
-        """Prints the phases of the last step."""
         if self.print_table and state.is_world_process_zero and self._last is not None:
             last, self._last = self._last, None
             title = f"step {state.global_step}: loss {last.loss:.4f}, {last.num_tokens} tokens in {last.total_s:.2f} s"
@@ -320,7 +317,6 @@ class SwitchOverheadCallback(TrainerCallback):
             tqdm.write(_table(title, of_step.by_strategy, last.total_s))
 
     def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Prints the sums of the run."""
         self._add_new()
         totals = self._whole_run
         if self.print_table and state.is_world_process_zero and totals.steps:
@@ -394,7 +390,6 @@ class TraceCallback(TrainerCallback):
         self, args: object, state: TrainerState, control: object, run: RunFacts,
         callback_seconds: Callable[[], dict[str, float]] | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
-        """Takes the facts of the run."""
         self._facts, self._seconds = run, callback_seconds
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -415,13 +410,11 @@ class TraceCallback(TrainerCallback):
         self._try(begin)
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Starts the clock of the step."""
         self._began, self._report = time.perf_counter(), None
 
     def on_step_report(
         self, args: object, state: TrainerState, control: object, report: StepReport, **kwargs: object
     ) -> None:
-        """Takes the report of a mini-batch."""
         if self._writer is not None:
             self._report, self._report_at = report, time.perf_counter()
 
@@ -433,7 +426,6 @@ class TraceCallback(TrainerCallback):
         self._lr = float(groups[0]["lr"]) if groups else None
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Writes the line of the step."""
         report, writer = self._report, self._writer
         if report is None or writer is None:
             return
@@ -457,7 +449,6 @@ class TraceCallback(TrainerCallback):
     def on_evaluate(
         self, args: object, state: TrainerState, control: object, metrics: object = None, **kwargs: object
     ) -> None:
-        """Writes an evaluation."""
         self._write_metrics("eval", state.global_step, metrics)
 
     def on_log(
@@ -472,7 +463,6 @@ class TraceCallback(TrainerCallback):
             self._try(self._writer.metrics, kind, step, metrics)
 
     def on_save(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Writes that a checkpoint was saved."""
         if self._writer is not None:
             self._try(self._writer.write, "save", step=state.global_step)
 
@@ -595,7 +585,6 @@ class RunLogWriter:
             self.write(kind, step=step, metrics=numbers)
 
     def close(self) -> None:
-        """Closes the file; nothing may follow."""
         try:
             self._file.close()
         finally:

@@ -55,7 +55,6 @@ class HotspaError(Exception):
         return [head, *(f"{label}: {text}" for label, text in named if text)]
 
     def to_dict(self) -> dict[str, str | None]:
-        """The error as JSON-ready plain data."""
         return {"code": self.code, "what": self.what, "where": self.where, "why": self.why, "fix": self.fix}
 
     @staticmethod

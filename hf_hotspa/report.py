@@ -279,7 +279,6 @@ class StepReport:
 
     @property
     def hidden_s(self) -> float:
-        """Overlap of transfers and computation."""
         return sum(phase.hidden_s for phase in self.phases)
 
     @property
@@ -411,5 +410,4 @@ class RunFacts:
     flops: ModelFlops | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The facts as JSON-ready plain data."""
         return asdict(self)

@@ -203,7 +203,6 @@ class RunOverTRL(Run):
         return super().start(loader)
 
     def loader(self, loader: Any) -> Any:
-        """The loader whose lengths strategies are chosen for."""
         return self.trainer.get_train_dataloader() if loader is None else loader
 
 
@@ -230,7 +229,6 @@ class OverTRL(SwitchedMixin, _ByName):
 
     @classmethod
     def hotspa_check_class(cls) -> None:
-        """Raises `UnsupportedError` for trainers of TRL that are not supported."""
         kind, base = of_trl(cls)
         if kind in UNSUPPORTED or kind not in (*TRAINERS, *EXPERIMENTAL):
             why, fix = UNSUPPORTED.get(
@@ -582,7 +580,6 @@ def _scoring_online(kind: str, values: Mapping[str, Any], adapted: bool, balance
 
 
 def is_corrected(values: Mapping[str, Any]) -> bool:
-    """Whether vLLM's probabilities are compared with the model's."""
     return bool(values["use_vllm"] and values["vllm_importance_sampling_correction"])
 
 

@@ -333,13 +333,11 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
 
     @property
     def hotspa_features(self) -> tuple[Options, ...]:
-        """The settings of the features that the flags switch on."""
         made = (part.feature_settings(self) for part in argument_classes() if hasattr(part, "feature_settings"))
         return tuple(settings for settings in made if settings is not None)
 
     @property
     def hotspa_gradients(self) -> GradientDtypes:
-        """`hotspa_grad_accum_dtype` and `hotspa_grad_wire_dtype`."""
         return GradientDtypes(self.hotspa_grad_accum_dtype, self.hotspa_grad_wire_dtype)
 
     def _check_types(self) -> None:
@@ -382,13 +380,11 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
 
 
 def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
-    """The options of the engine that single flags set."""
     flags = flags_of(type(args)).items()
     return {known.option: known.made(getattr(args, name)) for name, known in flags if known.option}
 
 
 def flag_fields(kind: type[HotSPaTrainingArguments] = HotSPaTrainingArguments) -> list[dataclasses.Field[Any]]:
-    """The fields of our flags (`hotspa_...`), of a class of arguments."""
     return [field for field in fields(kind) if field.name.startswith("hotspa_")]
 
 

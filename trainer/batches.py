@@ -114,7 +114,6 @@ class StreamParts:
                 self._continues = True
 
     def begin(self, epoch: int) -> None:
-        """Begins a pass of the run."""
         if not self._continues and (self._own is not None or self._is_over):
             self._pass, self._read, self._own = self._pass + 1, 0, None
         self._epoch, self._continues, self._is_over = epoch, False, False
@@ -244,7 +243,6 @@ class Rows:
         return processing_class if is_tokenizer else None
 
     def collator(self, dataset: object, is_training: bool) -> "RowCollator":
-        """The collator for a loader of a data set."""
         self.take_model()
         args, signature = self._args, self._signature()
         names, tokenizer = getattr(dataset, "column_names", None) or (), self._tokenizer()
@@ -358,7 +356,6 @@ class Rows:
         return prepared
 
     def begin(self, loader: object, places: Sequence[Sequence[int]]) -> None:
-        """Begins training, with the places of ranks in their parts of a stream if it resumes in one."""
         self.parts = StreamParts(loader, self._args)
         self.parts.resume(places, not self._args.ignore_data_skip)
 
@@ -394,7 +391,6 @@ class Rows:
         return self._args.hotspa_auto and is_trained and not is_table and len(dataset) > _MOST_ROWS
 
     def collates_for(self, loader: object) -> bool:
-        """Whether a data loader collates here; the rows of a user's own loader are unknown."""
         return any(getattr(loader, "collate_fn", None) is collator for collator in self._collators)
 
     def scan(self, dataset: object) -> tuple[Any, SequenceTable]:
@@ -563,7 +559,6 @@ _ANY = 1 << 40
 
 
 def _is_spent(loader: object) -> bool:
-    """Whether the data set of a loader is its own iterator."""
     dataset: Any = getattr(loader, "dataset", None)
     while isinstance(getattr(dataset, "dataset", None), IterableDataset):
         dataset = dataset.dataset

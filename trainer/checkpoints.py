@@ -244,7 +244,6 @@ class CheckpointContents:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensors that this rank writes."""
         return rank_bytes(self._share, self._files, self._optimizer, self._rank, self._world)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -402,7 +401,6 @@ class Checkpoints:
         self._has_said = False
 
     def into(self, folder: Path) -> CheckpointWriter:
-        """The writer for a folder; closes the writer of another one."""
         if self.writer is not None and self.writer.folder.path != folder:
             self.writer.close()
             self.writer = None
@@ -411,7 +409,6 @@ class Checkpoints:
         return self.writer
 
     def close(self) -> None:
-        """Closes the writer, and releases the run lock."""
         if self.writer is not None:
             self.writer.close()
 
@@ -465,7 +462,6 @@ class Checkpoints:
         self._try(state, save)
 
     def begin(self) -> None:
-        """Begins to count the saves of a training."""
         self._begun, self._written, self._last = 0, 0, None
 
     def check_written(self) -> None:
@@ -519,7 +515,6 @@ class Checkpoints:
 
 
 def tokenizer_of(trainer: HasRun) -> Any:
-    """The tokenizer, which only the data collator may have."""
     return trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
 
 
@@ -633,7 +628,6 @@ _LAST = "last-checkpoint"
 
 
 def hub_error(failure: Exception) -> HotspaError:
-    """The error for any failure of the network or the hub."""
     return HotspaError(
         f"the hub cannot be reached, or returned an error: {type(failure).__name__}: {failure}",
         fix="check the network, hub_model_id and hub_token, or train with push_to_hub=False",
@@ -653,7 +647,6 @@ class CheckpointPushes:
         return under_way is not None and not under_way.is_done()
 
     def under_way(self) -> Collection[Path]:
-        """The checkpoint that must not be removed now."""
         return [self._pushed] if self._pushed is not None and self._is_pushing else []
 
     def push(self, folder: Path) -> None:

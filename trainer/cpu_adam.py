@@ -132,7 +132,6 @@ def _age_s(path: Path) -> float | None:
 
 
 def _holder(path: Path) -> int | None:
-    """A process on this machine that has the file open, as torch does while it compiles; None if none is visible."""
     wanted = str(path.resolve())
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # another user's process, or one that ended meanwhile

@@ -520,7 +520,6 @@ def _word(value: object) -> str:
 
 
 def _problem_of(field: str, word: str) -> str:
-    """Why a setting of FSDP cannot be honoured; empty if it can."""
     if field in _SHARDED:
         if word in STAGES or (not field and word in ("offload", "auto_wrap")):
             return ""

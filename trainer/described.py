@@ -90,7 +90,6 @@ class Reader:
         self.unread = list[str]()  # the names of values of which only the class is known
 
     def text(self, value: object, name: str) -> str:
-        """Returns a value as text."""
         self._left = _MOST_VALUES
         read = self._read(value, name)
         return read if isinstance(read, str) else _ADDRESS.sub("", json.dumps(read))

@@ -101,7 +101,6 @@ class LogLine:
         self._columns = {"reward"}  # shown when zero, too
 
     def text(self, logs: Mapping[str, Any], state: TrainerState) -> str:
-        """The line of logs with a `loss`."""
         step, now = state.global_step, time.perf_counter()
         if self._first is None or step <= self._first[0]:
             self._first = step, now
@@ -226,7 +225,6 @@ class CallbackEvents(CallbackHandler):
 
     @property
     def every(self) -> list[TrainerCallback]:
-        """The user's callbacks, then the Trainer's own."""
         return [*self.callbacks, *self.own.values()]
 
     def add_own(self, callback: TrainerCallback, instead: type[TrainerCallback] | None = None) -> None:
@@ -236,7 +234,6 @@ class CallbackEvents(CallbackHandler):
             self.own[kind] = callback
 
     def leave_to_stock(self) -> None:
-        """From now on only the user's callbacks are called, as in transformers."""
         self.own, self._before, self.before_step = {}, lambda event: None, lambda: None
         self.looked_at = frozenset()
 
@@ -305,7 +302,6 @@ class CallbackEvents(CallbackHandler):
     # -- events ---------------------------------------------------------------------------------------------------
 
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """Dispatches an event of transformers to all callbacks."""
         is_looked_at = event in self.looked_at
         if event in COLLECTIVE_EVENTS or is_looked_at:
             self._before(event)
@@ -419,7 +415,6 @@ class Flags:
         self._acts = False
 
     def begin(self) -> None:
-        """Resets for another training, which may have other callbacks."""
         self._may_differ = None
 
     def agree(self) -> None:
@@ -438,7 +433,6 @@ class Flags:
             setattr(trainer.control, name, bool(value))
 
     def agree_in_loop(self) -> None:
-        """As `agree`, when the Trainer's loop has logged."""
         self.agree()
         self._acts = self._trainer.control.should_evaluate or self._trainer.control.should_save
 

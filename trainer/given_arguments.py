@@ -537,8 +537,6 @@ def _each(datasets: Iterable[Any]) -> Iterator[Any]:
 
 
 def _kinds(dataset: Any) -> Iterator[str]:
-    """The kinds of rows (`Format.kind`), with more for completions of conversations, rows of tokens with a mask, and
-    rows that cannot be read before training."""
     row: Any = {}
     if not is_stream(dataset):
         row = dataset[0] if len(dataset) else {}

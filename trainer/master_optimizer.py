@@ -37,7 +37,6 @@ class DeepSpeedLR(LRScheduler):
         return [self.schedule.rate(self.last_epoch) for _ in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position; the rates themselves come from the config."""
         return {key: value for key, value in super().state_dict().items() if key != "schedule"}
 
 
@@ -131,7 +130,6 @@ class MasterOptimizer:
             take_over(optimizer, self._engine, self._trainer.model)
 
     def settings(self) -> dict[str, str]:
-        """The optimizer's settings, which may change at any time."""
         optimizer = self._trainer.optimizer
         assert optimizer is not None
         return group_facts(optimizer) | {"max_grad_norm": text_of(self._trainer.args.max_grad_norm)}
@@ -174,7 +172,6 @@ def _places(engine: HotSPaEngine) -> dict[str, object]:
 
 
 def optimizer_facts(optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, str]:
-    """Kind and settings of optimizer and scheduler."""
     state = {} if scheduler is None else scheduler.state_dict() | {"functions": vars(scheduler).get("lr_lambdas")}
     bare = bare_optimizer(optimizer)
     kind, plain = type(bare), {k: v for k, v in vars(bare).items() if isinstance(v, bool | int | float | str)}
@@ -189,7 +186,6 @@ def optimizer_facts(optimizer: Optimizer, scheduler: LRScheduler | None) -> dict
 
 
 def group_facts(optimizer: Optimizer) -> dict[str, str]:
-    """Rates, decays and all other settings of the parameter groups."""
     return {
         f"{key} of parameter group {number}": text_of(value)
         for number, group in enumerate(optimizer.param_groups)

@@ -125,7 +125,6 @@ class ModelSource:
         self._only_in_engine = False
 
     def warn_of_unsaved_weights(self) -> None:
-        """Called when the engine is closed."""
         if self._only_in_engine and not self._is_saved and self._args.process_index == 0:
             logger.warning("the engine is closed, and the weights that it trained were not saved by save_model()")
 
@@ -178,7 +177,6 @@ class ModelSource:
 
 
 def model_not_saved(target: Path, failure: Exception) -> CheckpointError:
-    """The error for a `save_model` that failed."""
     return CheckpointError(
         f"the model cannot be saved: {type(failure).__name__}: {failure}",
         where=str(target),
@@ -229,7 +227,6 @@ def _save_chain(chain: nn.Module, folder: Path) -> None:
 
 
 def tokenizer_files(tokenizer: Any) -> SideFiles:
-    """The files of a tokenizer or processor; empty for None."""
     return {} if tokenizer is None else {f"{type(tokenizer).__name__} (processing_class)": tokenizer.save_pretrained}
 
 
@@ -287,6 +284,5 @@ def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] 
 
 
 def _configs(model: Any) -> set[type]:
-    """The classes of a model's configs."""
     configs = [*getattr(model, "peft_config", {}).values(), model.config, getattr(model, "generation_config", None)]
     return {type(config) for config in configs if config is not None}

@@ -107,7 +107,6 @@ def check_optimizer(
 
 
 def _integers(value: object, depth: int = 4) -> set[int]:
-    """The integers in nested containers: ids of parameters are among them."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset) and depth:
@@ -130,7 +129,6 @@ class _Met(dict[int, Any]):
 
 
 def _copy(optimizer: Optimizer, parameters: list[list[nn.Parameter]], met: _Met) -> Optimizer:
-    """An optimizer like this one without its state, whose groups have these parameters."""
     met.clear()
     copied = object.__new__(type(optimizer))
     met[id(optimizer)] = copied

@@ -123,7 +123,6 @@ def take_sigterm_from(callbacks: Iterable[Any]) -> None:
 
 
 def stop_where_told(trainer: HasRun, preemption: Preemption) -> None:
-    """Saves and stops after a signal on any rank: sets the flags that the loop of the Trainer reads."""
     # called again at the end of the epoch, when everything is on disk already
     first, preemption.agreed = not preemption.agreed, True
     saves = trainer.args.save_strategy != SaveStrategy.NO
@@ -212,7 +211,6 @@ class NoLabelsError(DataError):
 
 
 def no_labels(step: int) -> NoLabelsError:
-    """The error for a mini-batch without a label token; steps count from 0."""
     return NoLabelsError(
         "none of the rows of the mini-batch has a label token",
         where=f"mini-batch {step + 1}",

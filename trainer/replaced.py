@@ -58,7 +58,6 @@ class Replaced(_Base):
         super().create_accelerator_and_postprocess()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: see `place_model_on_device` of the arguments."""
         if self._hotspa.backing.is_stock:
             super()._move_model_to_device(model, device)
 

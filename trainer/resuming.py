@@ -111,7 +111,6 @@ def _verified(
 
 
 def _adapter(model: Any) -> str | None:
-    """The name of a model's trained adapter."""
     return acting(model) if is_wrapped(model) else None
 
 
@@ -235,7 +234,6 @@ def keep_rows_a_step(resumption: Any, args: HotSPaTrainingArguments, dataset: An
 
 
 def _as_it_was(key: str, saved: object, args: HotSPaTrainingArguments) -> str:
-    """What to set so that the mini-batch has as many rows as before."""
     if key != "mini_batch_size" or not isinstance(saved, int):
         return "set it as it was"
     if args.hotspa_mini_batch_size is not None:
@@ -263,7 +261,6 @@ class BaseDigest:
         self._known: tuple[tuple[weakref.ref[HotSPaEngine], int], str] | None = None
 
     def of(self, engine: HotSPaEngine, model: PreTrainedModel) -> str:
-        """The digest of a model whose adapter the engine trains."""
         now = weakref.ref(engine), engine.master.frozen_version
         if self._known is None or self._known[0] != now:
             # not by `requires_grad`: callbacks may have frozen some, whose values are old here
@@ -371,7 +368,6 @@ class Restorer:
 
 
 def _damaged(failure: Exception, path: Path) -> HotspaError:
-    """The error for a state.json that was made elsewhere; raises any other failure unchanged."""
     if not isinstance(failure, KeyError | TypeError | ValueError | RuntimeError):
         raise failure
     return DamagedCheckpointError(f"{type(failure).__name__}: {failure}", where=str(path))

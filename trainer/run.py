@@ -309,7 +309,6 @@ class Run:
 
     @property
     def reference(self) -> Any:
-        """The reference model of a trainer that has one."""
         return None
 
     def check_rows(self, switched: SwitchedModel, loader: object) -> SequenceTable | None:
@@ -349,7 +348,6 @@ class Run:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def load(self, resumption: Resumption) -> None:
-        """Restores scheduler, choice of strategies, and the tensors of this rank."""
         trainer, args = self.trainer, self.trainer.args
         resuming.load_scheduler(resumption, trainer.lr_scheduler)
         trainer.load_hotspa_state(resumption.state.get("hotspa", {}))

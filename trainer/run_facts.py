@@ -155,7 +155,6 @@ def peak_of_card(name: str, dtype: str) -> float | None:
 
 
 def _flops(engine: HotSPaEngine, model: object) -> ModelFlops | None:
-    """The operations of the model; None if the speed of the device is unknown."""
     description = engine.description
     if engine.device.type != "cuda":
         return None

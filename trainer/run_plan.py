@@ -89,7 +89,6 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
 
 
 def run_options(args: HotSPaTrainingArguments) -> RunOptions:
-    """The options that decide which strategies can run."""
     return engine_options(args).run_options(args.device.type)
 
 
@@ -154,7 +153,6 @@ class RunPlan:
 
     @property
     def pool(self) -> tuple[Bucket, ...]:
-        """The buckets of the plan that runs next."""
         return self.buckets
 
     def _check_given(self, cut: ModelDescription) -> None:

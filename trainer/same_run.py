@@ -299,7 +299,6 @@ class RowOrder:
         self._probe = None if _is_whole(dataset) else Probe.of(dataset)
 
     def begin(self) -> None:
-        """Begins an epoch."""
         self.places, self._code = list[Any](), 0
 
     def words(self) -> str:

@@ -76,7 +76,6 @@ class FlagParser(HfArgumentParser):
 
 
 def _no_flag(word: str) -> str:
-    """What a word that belongs to no flag was probably meant for."""
     if word.endswith(".py"):
         return f"{word} is a program: hf-hotspa run -- python {word}"
     if word.endswith((".yaml", ".yml")):

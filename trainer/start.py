@@ -106,7 +106,6 @@ class Watchers:
         return self.plan.choose(step, lengths), next((known for known in speeds if known is not None), None)
 
     def begin(self, num_steps: int) -> None:
-        """Begins a run of `num_steps` mini-batches."""
         for part in self.parts:
             part.start()
         self.plan.start(num_steps)
@@ -116,7 +115,6 @@ class Watchers:
         return evaluation_buckets(args.hotspa_eval_strategy, self.plan.pool)
 
     def state(self) -> dict[str, Any]:
-        """The state that a resumed run needs, JSON-ready."""
         of_plan = self.plan.state_dict()
         state: dict[str, Any] = {"auto": of_plan} if of_plan is not None else {}
         of_parts = {part.name: part.state_dict() for part in self.parts}

@@ -91,7 +91,6 @@ def _cells(function: Any) -> dict[str, Any]:
 
 
 def name_of(function: object) -> str:
-    """The name of a hook, for messages."""
     function = getattr(function, "func", function)
     return getattr(function, "__qualname__", None) or type(function).__name__
 

@@ -391,7 +391,6 @@ def usable_cores() -> int:
 
 
 def cpu_name() -> str:
-    """Returns the system's name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

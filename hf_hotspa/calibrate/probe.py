@@ -294,7 +294,6 @@ class PeakMemory:
             return False
 
     def start(self) -> None:
-        """Starts a measurement relative to the current memory."""
         self.restart()
         if self.device.type == "cuda":
             self._before = torch.cuda.memory_allocated(self.device)

@@ -122,7 +122,6 @@ def save_config(model: Any, folder: Path) -> None:
 
 
 def weights_of(model: Any, name: str) -> dict[str, Tensor]:
-    """The weights of one adapter of several, by name."""
     own = re.compile(rf"\.lora_[AB]\.{re.escape(name)}\.weight$")
     return {name: parameter for name, parameter in model.named_parameters() if own.search(name)}
 
@@ -211,7 +210,6 @@ class ModelWeights:
                 yield from ((saved, weight) for saved, weight in made.items() if saved in wanted)
 
     def _inside(self, name: str) -> str:
-        """The name in the model that is saved."""
         return name.removeprefix(self._prefix)
 
     def _saved(self, name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -55,7 +55,6 @@ def set_random_state(state: dict[str, Any], where: str) -> None:
 def set_generators(
     python: tuple[Any, ...], numpy_state: tuple[Any, ...], torch_state: torch.Tensor, cuda: torch.Tensor | None
 ) -> None:
-    """Sets the generators to states that they returned. Raises whatever they raise."""
     random.setstate(python)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)

@@ -344,7 +344,6 @@ def pickled(value: object) -> bytes:
 
 
 def random_file(rank: int, world_size: int) -> str:
-    """Returns the name of the file with the generators of a process."""
     return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
 
 

@@ -252,7 +252,6 @@ class ShareReader:
         return to_storage(self.whole(parameter, state), shard_dim)[start:stop]
 
     def whole(self, parameter: SavedParameter, state: str = WEIGHT) -> Tensor:
-        """Reads a complete parameter in its Hugging Face shape."""
         flat = self.read(parameter, state, 0, parameter.numel)
         return from_storage(flat, parameter.shape, parameter.shard_dim)
 

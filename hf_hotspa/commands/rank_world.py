@@ -94,7 +94,6 @@ class World:
 
     @property
     def exit_codes(self) -> list[int | None]:
-        """Of the processes; None if they run."""
         return [process.exitcode for process in self._processes]
 
     def end(self, patience_s: float = 15.0) -> None:

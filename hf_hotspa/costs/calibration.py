@@ -232,7 +232,6 @@ class Calibration:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The measured tensor-parallel degrees."""
         return tuple(sorted({sample.tp for sample in self.samples}))
 
     def covers(self, strategies: Iterable[Strategy]) -> bool:

@@ -78,7 +78,6 @@ class CostModel:
         )
 
     def switch_seconds(self, strategies: Iterable[Strategy]) -> dict[Strategy, float]:
-        """Returns the seconds of load and return of each strategy."""
         return estimate(strategies, self.sizes, self.cluster, efficiency=self.efficiency, fixed_s=self.switch_s)
 
     def seconds_of_links(self, strategy: Strategy) -> tuple[float, float]:

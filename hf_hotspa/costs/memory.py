@@ -62,12 +62,10 @@ class MemoryBreakdown:
     pack_tokens: int  # tokens of the largest pack
 
     def parts(self) -> dict[str, float]:
-        """Bytes by name."""
         return {name: getattr(self, name) for name in _PARTS}
 
     @property
     def total(self) -> float:
-        """Sum of all parts in bytes."""
         return sum([getattr(self, name) for name in _PARTS])
 
     def __str__(self) -> str:

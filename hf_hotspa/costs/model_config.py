@@ -55,7 +55,6 @@ class Linear:
 
     @property
     def numel(self) -> int:
-        """Weights of one."""
         return self.inputs * self.outputs
 
     @property
@@ -93,7 +92,6 @@ def preset_source(text: str) -> str | None:
 
 @cache
 def _hub_names() -> dict[str, str]:
-    """Names on the hub, by preset."""
     texts = {path.stem: json.loads(path.read_text()) for path in _PRESETS.glob("*.json")}
     return {name: text["_name_or_path"] for name, text in texts.items() if "_name_or_path" in text}
 
@@ -151,7 +149,6 @@ def refuse_gguf(name: str) -> None:
 
 
 def _cached() -> list[str]:
-    """Returns the names of the models in the cache of the hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folders = Path(HF_HUB_CACHE).glob("models--*")

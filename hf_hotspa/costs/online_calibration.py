@@ -163,7 +163,6 @@ class OnlineCalibration:
         return off / total if total else 0.0
 
     def _refitted(self, phases: Iterable[_Pair], strategies: Sequence[Strategy]) -> Factors:
-        """The factors after a refit of some strategies."""
         before, pairs = self.factors, list(phases)
         compute = [(p.strategy, m.compute_s / p.compute_s) for p, m in pairs if p.compute_s > 0]
         switch = [(p.strategy, m.switch_s / p.switch_s) for p, m in pairs if p.switch_s > 0]
@@ -203,7 +202,6 @@ class Lessons:
         return self._learn is not None
 
     def start(self, num_steps: int) -> None:
-        """A run of so many mini-batches begins."""
         self._num_steps = num_steps
 
     def note(
@@ -213,7 +211,6 @@ class Lessons:
         measured: Mapping[Strategy, PhaseSeconds],
         strategies: Collection[Strategy],  # the only ones that count
     ) -> None:
-        """Adds a mini-batch."""
         for phase in predicted:
             strategy = phase.strategy
             if strategy in strategies and phase.compute_s > 0 and measured[strategy].compute_s > 0:

@@ -36,7 +36,6 @@ class PackedLinears:
 
     @property
     def weights(self) -> int:
-        """Weights of one decoder layer."""
         return sum(linear.numel * linear.count for linear in self.linears.values())
 
     def cut(self, shares: Shares) -> float:
@@ -65,7 +64,6 @@ class PackedLinears:
 
 
 def _here(linear: Linear, shares: Shares) -> float:
-    """Weights that are here before tp cuts them."""
     return linear.numel * linear.count * (shares[EXPERTS_HERE] if linear.of_heads == EXPERTS else 1.0)
 
 

@@ -40,7 +40,6 @@ class RunOptions:
             self._check(strategy, shape)
 
     def runs(self, strategy: Strategy, shape: ModelShape) -> bool:
-        """Whether `check` accepts a strategy, given long enough packs."""
         try:
             self._check(strategy, shape)
         except HotspaError:

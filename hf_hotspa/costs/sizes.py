@@ -203,7 +203,6 @@ class ModelSizes:
 
     @property
     def num_trained(self) -> int:
-        """Trained parameters; tied ones count once."""
         if self.vector is not None:
             return sum(segment.numel for segment in self.vector.segments if segment.trainable)
         if self.added is not None:
@@ -212,7 +211,6 @@ class ModelSizes:
 
     @cached_property
     def trains_norms(self) -> bool:
-        """Whether norm weights are trained."""
         if self.vector is None:
             return self.added is None
         return any(s.trainable and len(s.shape) == 1 and not s.name.endswith("bias") for s in self.vector.specs)

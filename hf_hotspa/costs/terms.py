@@ -172,7 +172,6 @@ def packed_forms() -> tuple[PackedForms, ...]:
 
 
 def form_names() -> tuple[str, ...]:
-    """The values of `--quantization`."""
     return tuple(name for forms in packed_forms() for name in forms.names)
 
 

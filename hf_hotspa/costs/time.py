@@ -224,7 +224,6 @@ def _shared(cost: Cost, cp: int) -> Cost:
 
 
 def _exchanges(time: "TimeModel", strategy: Strategy) -> Cost:
-    """Of cp, forward and backward."""
     if time.shape is None or strategy.cp == 1:
         return Cost()
     measured = time.context_exchanges.get((strategy.cp, strategy.tp))
@@ -311,7 +310,6 @@ class TimeModel:
         return cls(cut=sizes.stage_costs, layers=layers, heads=ends, **fields)
 
     def knows(self, strategy: Strategy) -> bool:
-        """Whether there are coefficients for a strategy."""
         return strategy.tp in self.layers
 
     def kind(self, strategy: Strategy) -> Strategy:

@@ -125,7 +125,6 @@ def _is_list(line: str) -> bool:
 
 
 def _csv_fault(path: Path) -> DataError | None:
-    """The error of a csv reader; None if it finds rows."""
     import pandas
 
     try:
@@ -338,7 +337,6 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
 
 
 def _near_files(path: Path) -> str:
-    """The question whether a data file or a folder beside a missing one was meant."""
     try:
         beside = [each for each in path.parent.iterdir() if each.suffix in _BUILDERS or each.is_dir()]
     except OSError:

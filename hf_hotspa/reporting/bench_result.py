@@ -109,7 +109,6 @@ class FileResult:
 
     @property
     def loss_difference(self) -> float | None:
-        """The largest relative difference of losses between sides; None with fewer than two sides."""
         runs = [side.losses for side in self.sides.values() if side.losses]
         if len(runs) < 2:
             return None
@@ -279,7 +278,6 @@ def _machine_panel(result: BenchResult) -> Panel:
 
 
 def bench_page(result: BenchResult) -> str:
-    """Returns the page of a result."""
     return document(
         f"hf_hotspa bench: {result.devices}",
         f"{result.program}; {result.ranks} ranks; started {result.started}",
@@ -350,7 +348,6 @@ def compared_sentences(results: Sequence[BenchResult]) -> list[str]:
 
 
 def compared_page(results: Sequence[BenchResult]) -> str:
-    """Returns the page of several results."""
     rows = compared_rows(results)
     names = [f"{number + 1}: {result.devices}, {result.program}" for number, result in enumerate(results)]
     charts = []

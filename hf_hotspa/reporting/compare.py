@@ -153,7 +153,6 @@ def sentences(comparison: Comparison) -> list[str]:
 
 
 def strategy_rows(comparison: Comparison) -> list[list[str]]:
-    """Returns a table of strategies, heading first."""
     pairs = comparison.strategies
     columns = {"strategy": [pair.strategy for pair in pairs]}
     for column in COLUMNS:
@@ -166,7 +165,6 @@ def strategy_rows(comparison: Comparison) -> list[list[str]]:
 
 
 def compare_page(a: RunLog, b: RunLog, comparison: Comparison) -> str:
-    """Returns the page of a comparison."""
     steps = [float(step) for step in comparison.steps]
     losses = []
     for name, style, run in (("A", "s0", a), ("B", "s4", b)):

@@ -39,7 +39,6 @@ def of_switching(ratio: float, single: str, how: str, low: float, high: float, c
 
 
 def of_predicted_switching(ratio: float, single: str, error: float = PREDICTED_ERROR) -> str:
-    """Returns `of_switching` for a predicted ratio."""
     return of_switching(ratio, single, "predicted", ratio / (1 + error), ratio * (1 + error))
 
 

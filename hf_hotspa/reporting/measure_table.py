@@ -82,5 +82,4 @@ def strategy_columns(table: str, strategies: Mapping[str, Callable[[str], float]
 
 
 def rows_of(columns: Mapping[str, list[str]]) -> list[list[str]]:
-    """Returns the rows of a table, the heading first."""
     return [list(columns), *map(list, zip(*columns.values(), strict=True))]

@@ -102,7 +102,6 @@ class MeasuredGain:
 
     @property
     def sentence(self) -> str:
-        """The answer, without a full stop."""
         rival = self.against(self.best)
         count = f"{rival.count} mini-batch" + "es" * (rival.count > 1)
         interval = f"95% interval {rival.low:.2f}x to {rival.high:.2f}x" if rival.count > 1 else "without an interval"
@@ -111,7 +110,6 @@ class MeasuredGain:
 
     @property
     def basis(self) -> str:
-        """How the answer was measured."""
         return (
             "Measured after training, on the first mini-batches of the run, each under every side in turn: forward, backward "
             "and all that moves, without the update. Seconds and ratios are means; the losses of all sides agree to "

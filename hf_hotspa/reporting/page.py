@@ -59,8 +59,6 @@ Drawn = tuple[str, str, Sequence[Series]]  # a chart, its note, and the series o
 
 
 def _of_steps(name: str, title: str, draw: Callable[[RunLog], Drawn]) -> Callable[[RunLog], Panel]:
-    """Returns the function of a panel that shows every step."""
-
     def panel(run: RunLog) -> Panel:
         if not run.steps:
             return Panel(name, title, 0, empty=_NO_STEPS)
@@ -143,7 +141,6 @@ def _share(run: RunLog) -> Drawn:
 
 
 def _losses(run: RunLog) -> Drawn:
-    """Training loss and evaluation loss."""
     by_step = {
         step: next((v for k, v in metrics.items() if k.endswith("_loss")), None) for step, metrics in run.evaluations
     }
@@ -207,7 +204,6 @@ rate_panel = _curve(
 
 
 def memory_panel(run: RunLog) -> Panel:
-    """Peak memory of each rank, and its limit."""
     name, title = "memory", "Peak memory by rank"
     if not run.memory:
         return Panel(name, title, 0, empty="Not recorded.")
@@ -265,7 +261,6 @@ def prediction_panel(run: RunLog) -> Panel:
 
 
 def plan_panel(run: RunLog) -> Panel:
-    """The buckets and their predictions."""
     facts = run.facts
     rows = [["tokens", "strategy", "pack tokens"]]
     predicted = {row.get("strategy"): row for row in (facts.plan or {}).get("rows", ()) if isinstance(row, dict)}
@@ -291,7 +286,6 @@ def plan_panel(run: RunLog) -> Panel:
 
 
 def race_panel(run: RunLog) -> Panel:
-    """The results of races of plans."""
     races = [(record.step, race) for record in run.steps if (race := record.report.race) is not None]
     if not races:
         why = "No plans were raced: strategies were given, one plan is far ahead of the others, or the run is too short for it."
@@ -311,7 +305,6 @@ def _seconds(value: object) -> str:
 
 
 def strategies_panel(run: RunLog) -> Panel:
-    """The totals of each strategy."""
     totals = {s.strategy: partial(getattr, s) for s in summarize(run).strategies}
     if not totals:
         return Panel("strategies", "Strategies", 0, empty=_NO_STEPS)
@@ -324,7 +317,6 @@ _FIRST_METRICS = ("reward", "margin", "kl", "accurac", "entropy")
 
 
 def run_panel(run: RunLog) -> Panel:
-    """Model, machine, settings and versions."""
     facts = run.facts
     parts = {**facts.model, **facts.machine, "ranks": facts.world_size, **facts.settings, **facts.versions}
     return Panel("run", "Run and versions", len(parts), wide=True, facts=parts)
@@ -376,7 +368,6 @@ def document(
     footer: str,
     facts: Mapping[str, str] | None = None,  # the texts under the title, by name
 ) -> str:
-    """Returns a complete page."""
     return _environment().get_template("page.html").render(
         title=title, subtitle=subtitle, sentences=sentences, tiles=tiles, panels=panels, footer=footer, facts=facts
     ).lstrip()  # fmt: skip
@@ -411,7 +402,6 @@ def report_page(run: RunLog, to_be_measured: bool = False) -> str:
 
 
 def _tiles(run: RunLog) -> list[tuple[str, str]]:
-    """The numbers at the top of the page."""
     summary, limit = summarize(run), run.facts.machine.get("memory_bytes")
     planned = run.facts.settings.get("max_steps", 0)
     of_all = f" of {planned:,}" if planned > 0 else ""

@@ -174,7 +174,6 @@ def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
 
 
 def _totals(strategy: str, num_phases: int, parts: Sequence[PhaseReport | StrategyTotals]) -> StrategyTotals:
-    """Adds up phases, or totals, of one strategy."""
     sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
     counted = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
     return StrategyTotals(strategy, num_phases, **sums, counted=counted)

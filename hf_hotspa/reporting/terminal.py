@@ -27,7 +27,6 @@ class CleanOutput:
 
 
 def is_terminal() -> bool:
-    """Whether standard output is a terminal."""
     return bool(getattr(sys.stdout, "isatty", lambda: False)())
 
 

@@ -298,7 +298,6 @@ def _thinking(message: dict[str, Any]) -> tuple[str, str]:
 
 
 def num_same(one: Sequence[str], other: Sequence[str]) -> int:
-    """Returns the length of the common prefix of two sequences."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -45,7 +45,6 @@ class SequenceTable:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole dataset."""
         return int(self.lengths.sum())
 
     @property

@@ -83,7 +83,6 @@ class Baseline:
 
     @property
     def arguments(self) -> str:
-        """The arguments of the task's config."""
         size = (
             f"per_device_train_batch_size={self.padded}"
             if self.padded
@@ -99,11 +98,9 @@ class Baseline:
 
     @property
     def line(self) -> str:
-        """What to write into a script."""
         return f"{CONFIGS[self.task]}({self.arguments})"
 
     def to_dict(self) -> dict[str, object]:
-        """Returns bytes and seconds as plain data."""
         return {
             "name": self.name,
             "stage": self.stage,
@@ -129,7 +126,6 @@ class DataParallel:
 
     @property
     def dtype(self) -> str:
-        """The dtype of computation, weights and gradients."""
         return self.memory.options.compute_dtype
 
     def breakdown(self, stage: int, recompute: bool, pack_tokens: int, liger: bool = False) -> MemoryBreakdown:
@@ -272,7 +268,6 @@ class DataParallel:
 
 
 def _fastest(runs: Sequence[Baseline]) -> Baseline:
-    """Of those that fit the fastest, else the one that holds the longest sequence."""
     fitting = [run for run in runs if run.seconds is not None]
     return min(fitting, key=lambda run: run.seconds or 0.0) if fitting else max(runs, key=lambda run: run.pack_tokens)
 

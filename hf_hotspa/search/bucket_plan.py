@@ -139,7 +139,6 @@ class Plan:
 
     @property
     def to_copy(self) -> str:
-        """The line to copy into a script."""
         return f'hotspa_strategies="{self.choice}"' if self.stock is None else self.stock.line
 
     @property
@@ -169,7 +168,6 @@ class Plan:
         return self.pool[-1].longest
 
     def __str__(self) -> str:
-        """The buckets, seconds beside the alternatives, and memory."""
         rows = [_COLUMNS]
         for row in self.choice.rows:
             place = map(str, (row.bucket.longest, row.bucket.strategy, row.bucket.pack_tokens))
@@ -316,6 +314,5 @@ def memory_table(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str
 
 
 def memory_dict(memory: MemoryBreakdown) -> dict[str, object]:
-    """Returns a breakdown as plain data, in bytes."""
     place = {"stage": memory.stage, "in_flight": memory.in_flight, "held_tokens": memory.held_tokens}
     return {"total": memory.total, **memory.parts(), **place}

@@ -26,7 +26,6 @@ class Capacities:
     )
 
     def arena(self, strategy: Strategy) -> int:
-        """Returns the bytes that a pool must keep for the strategy's weights and gradients."""
         return max(self.model.arena_bytes(strategy), self.least_arena)
 
     def tokens(self, strategy: Strategy, arena: int | None = None) -> int:

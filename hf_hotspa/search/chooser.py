@@ -50,7 +50,6 @@ class Selection:
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """The argument `previous` of the next call."""
         return tuple(bucket.strategy for bucket in self.buckets)
 
 

@@ -182,7 +182,6 @@ def sharing_layouts(question: Question, strategies: Iterable[Strategy]) -> list[
 
 
 def _by_layout(strategies: Iterable[Strategy]) -> dict[Strategy, list[Strategy]]:
-    """The strategies that differ in cp and dp only, by the one without cp."""
     layouts: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
         layouts.setdefault(replace(strategy, dp=strategy.dp * strategy.cp, cp=1), []).append(strategy)

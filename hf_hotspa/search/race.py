@@ -102,7 +102,6 @@ class Race:
 
     @property
     def plan(self) -> int:
-        """The index of the next mini-batch's plan."""
         return self._queue[0] if self._queue else self._kept
 
     @property

@@ -97,7 +97,6 @@ class Choice:
 
     @property
     def switches(self) -> bool:
-        """Whether more than one strategy is worth it."""
         return len(self.buckets) > 1
 
     def with_packs_of(self, pool: Sequence[Bucket]) -> "Choice":
@@ -111,7 +110,6 @@ class Choice:
         return replace(self, buckets=tuple(map(smaller, self.buckets)), static=smaller(self.static), rows=rows)
 
     def __str__(self) -> str:
-        """The value for `hotspa_strategies`."""
         return ",".join(map(str, self.buckets))
 
 

@@ -160,7 +160,6 @@ class Setup:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """The memory model: all that is known without a machine."""
         return (
             self.cost.memory if self.hardware is not None else MemoryModel(self.sizes, self.world_size, self._options)
         )

@@ -92,7 +92,6 @@ def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
 
 
 def calibration_text(calibration: Calibration) -> str:
-    """Formats a calibration: coefficients, links, switches and memory."""
     key = calibration.key
     layers, ends = calibration.fitted
     rows = [["tp", "a ns", "b us", "c ms", "head b us", "head c ms", "bytes/token", "head bytes"]]

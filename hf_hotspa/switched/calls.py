@@ -498,7 +498,6 @@ class Steps:
 
     @property
     def place(self) -> str:
-        """The present step, for messages."""
         return f"step {self.number + 1}"
 
     def drop(self) -> None:
@@ -608,7 +607,6 @@ class Looks:
         self.before[mode] = self.now.pop(mode, Reading.NONE)
 
     def note(self, mode: tuple[bool, bool], reading: Reading) -> None:
-        """Notes what is read."""
         self.now[mode] = max(self.now.get(mode, Reading.NONE), reading)
 
 

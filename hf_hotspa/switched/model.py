@@ -750,7 +750,6 @@ class Outputs:
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     def _leaf(self, take: Callable[..., None], value: Tensor) -> Tensor:
-        """A leaf, if gradients will come."""
         return Leaf.apply(ANCHOR, take, value)[0] if self._request.trains else value
 
     def _with_aux(self, loss: Tensor) -> tuple[Tensor, Tensor]:

@@ -167,7 +167,6 @@ class Route:
         return getattr(bare_model(chain)[0], "of_chain", lambda made: made)(out)
 
     def close(self) -> None:
-        """Leaves calls to the object for good."""
         self.is_empty = False
         self.set(False)
         self._is_closed = True

@@ -231,7 +231,6 @@ def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int
 
 
 def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
-    """Yields every document with its strategy and replica."""
     for phase in plan.phases:
         for replica, packs in enumerate(phase.replicas):
             for pack in packs:
@@ -712,7 +711,6 @@ def _add(table: dict[int, Tensor], number: int, values: Tensor) -> None:
 
 
 def merged(one: StepReport, other: StepReport) -> StepReport:
-    """Merges the reports of two successive passes of one step."""
     total = max(one.num_labels + other.num_labels, 1)
     ranks = None
     if one.ranks is not None and other.ranks is not None:
@@ -839,7 +837,6 @@ class TapedReplica(Attachment, Objective):
 
 
 def widened(values: Tensor) -> Tensor:
-    """In fp32 or wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

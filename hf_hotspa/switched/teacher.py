@@ -154,7 +154,6 @@ def divergences(
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, no parameter of the model is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -333,7 +332,6 @@ class Against(NamedTuple):
         return f"a teacher, beta {self.beta}, temperature {self.temperature}"
 
     def begin(self, mini_batch: MiniBatch, lengths: Sequence[int]) -> None:
-        """See `passes.Comparison`."""
         self.teacher.run(mini_batch, lengths)
 
     def scores(
@@ -344,11 +342,9 @@ class Against(NamedTuple):
         tokens: slice,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        """See `passes.Comparison`."""
         others = self.teacher.logits(strategy, micro_batch, tokens)
         valid = micro_batch.labels[0][tokens] != IGNORE
         return divergences(logits, others, valid, group, beta=self.beta, temperature=self.temperature)
 
     def end(self) -> None:
-        """See `passes.Comparison`."""
         self.teacher.forget()

@@ -295,12 +295,10 @@ class Manifest:
 
 
 def rank_tensors(rank: int, world_size: int) -> str:
-    """Returns the name of the file with a rank's share of the weights and optimizer states."""
     return f"{STATE_FOLDER}/master-rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def rank_state(rank: int, world_size: int) -> str:
-    """Returns the name of the file with a rank's random number generators."""
     return f"{STATE_FOLDER}/random-rank-{rank:05d}-of-{world_size:05d}.json"
 
 
@@ -314,7 +312,6 @@ def _is_weights(name: str) -> bool:
 
 
 def _hashed(data: dict[str, Any]) -> str:
-    """Renders a manifest with the hash of its other fields."""
     body = {name: value for name, value in data.items() if name != "sha256"}
     return _render({**body, "sha256": hashlib.sha256(_render(body).encode()).hexdigest()})
 

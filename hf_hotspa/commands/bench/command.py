@@ -15,7 +15,6 @@ _STOPPED = 130
 
 
 def add_parsers(commands: Commands) -> None:
-    """Adds the command."""
     parser = commands.add_parser(
         "bench",
         help="measure this machine: exactness, links, and speed beside the stock Trainer",

@@ -115,7 +115,6 @@ class LengthFile:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
         return max(self.lengths)
 
     @property

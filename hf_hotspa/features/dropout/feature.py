@@ -20,7 +20,6 @@ flags = Flags(arguments="hf_hotspa.features.dropout.arguments:NoiseArguments")
 
 
 def attach(replica: "Replica", description: "ModelDescription", options: "EngineOptions") -> Iterator[Any]:
-    """Dropout by keys, in recomputed layers and in attention too, and noise."""
     from hf_hotspa.features.dropout.dropout import DropoutMasks, EmbeddingNoise
 
     masks = DropoutMasks(options.seed, replica.mesh.tensor, replica.mesh.strategy.sp)

@@ -43,7 +43,6 @@ class RowCodes:
     # -- the parameter vector
 
     def specs(self, spec: ParameterSpec) -> tuple[ParameterSpec, ParameterSpec]:
-        """Codes, and scales."""
         rows, columns = self.shape
         packed = Packed(self.shape, 1, rows * columns)
         codes = replace(
@@ -78,7 +77,6 @@ class RowCodes:
         raise NotImplementedError
 
     def put(self, model: nn.Module, name: str) -> None:
-        """Puts the layer into a fresh model, on the meta device."""
         module = self.fresh()
         module.weight = nn.Parameter(torch.empty(self.shape, dtype=torch.int8, device="meta"), requires_grad=False)
         module.register_parameter(
@@ -88,7 +86,6 @@ class RowCodes:
         model.set_submodule(name, module)
 
     def product(self, module: nn.Module) -> LinearProduct:
-        """Makes the product of a replica's module its forward."""
         return self.product_class(module, self, self.shape)
 
     def adapter_class(self) -> type[nn.Module]:

@@ -18,5 +18,4 @@ class ExpertArguments:
     )
 
     def feature_settings(self) -> Capacity | None:
-        """The capacity, if any."""
         return Capacity(self.hotspa_expert_capacity) if self.hotspa_expert_capacity else None

@@ -44,7 +44,6 @@ class FourBitExperts(FourBitWeight):
         return f"{self.quant_type}{WITH_EXPERTS}"
 
     def specs(self, spec: ParameterSpec) -> tuple[ParameterSpec, ParameterSpec]:
-        """Codes, and scales."""
         return super().specs(replace(spec, experts=self.shape[0]))
 
     def state_of(self, module: nn.Module, name: str) -> Any:
@@ -227,7 +226,6 @@ class ExpertWeight:
             self._shape = tuple(local)
 
     def dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype of a product with x."""
         return self._layer.compute_dtype or x.dtype
 
     def __call__(self, expert: int, num_experts: int, dtype: torch.dtype) -> Tensor:

@@ -38,7 +38,6 @@ class FourBit(FourBitWeight):
         return f"{name.rpartition('.')[0]}.weight"
 
     def put(self, model: nn.Module, name: str) -> None:
-        """Puts the layer into a fresh model, on the meta device."""
         from bitsandbytes.nn.modules import Linear4bit
 
         rows, columns = self.shape
@@ -50,7 +49,6 @@ class FourBit(FourBitWeight):
         model.is_loaded_in_4bit = True  # PEFT asks
 
     def product(self, module: nn.Module) -> "FourBitProduct":
-        """Makes the product of a replica's module its forward."""
         rows, columns = self.shape
         return FourBitProduct(module, self, (rows, columns))
 

@@ -55,7 +55,6 @@ class FourBitWeight:
     # -- the parameter vector
 
     def specs(self, spec: ParameterSpec) -> tuple[ParameterSpec, ParameterSpec]:
-        """Codes, and scales."""
         (*lead, columns), block, numel = self.shape, self.block, self.numel
         # where blocks cross rows, CPU kernels of bitsandbytes 0.50 use different scales in a part than in the whole matrix;
         # training uses the whole one
@@ -79,7 +78,6 @@ class FourBitWeight:
     # -- the user's module
 
     def state_of(self, module: nn.Module, name: str) -> Any:
-        """The library's state of a module with weights."""
         raise NotImplementedError
 
     def stored(self, module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -186,9 +186,7 @@ class StatePrefix(Protocol):
         """The previous chunk's state, a leaf whose gradient goes back there; None for the first chunk."""
         ...
 
-    def leave_state(self, key: tuple[nn.Module, str], state: Tensor) -> None:
-        """Leaves a state for the next chunk."""
-        ...
+    def leave_state(self, key: tuple[nn.Module, str], state: Tensor) -> None: ...
 
 
 def mix_packed(module: nn.Module) -> None:

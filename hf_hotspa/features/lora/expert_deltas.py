@@ -54,7 +54,6 @@ def mend_wrappers(wrappers: Iterable[nn.Module]) -> None:
 
 
 def _adapted(wrapper: Any) -> tuple[Any, str]:
-    """The module and the name of the parameter that a wrapper adapts."""
     return base_layer(wrapper), wrapper.parameter_name
 
 

@@ -19,8 +19,6 @@ terms = Terms(added=Adapter.read)
 
 
 def describe(model: "nn.Module", compute_dtype: "torch.dtype | None") -> Described:
-    """The adapter of the model."""
-
     def added() -> "Adapters | None":
         from hf_hotspa.features.lora.adapters import read_adapters
 

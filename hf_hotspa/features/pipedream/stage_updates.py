@@ -122,7 +122,6 @@ class StageRunner(Runner):
         return StageUpdates(master, self._mode, of_stages[mine])
 
     def phase_runner(self, *shared: Any, updates: StageUpdates) -> PhaseRunner:
-        """Takes the arguments of `PhaseRunner`."""
         return PipeDreamRunner(*shared, updates=updates)
 
 
@@ -211,7 +210,6 @@ class PipeDreamRunner(PhaseRunner):
         self._labels = [sum(r[k].num_labels for r in plan.replicas if k < len(r)) for k in range(most)]
 
     def use_version_of(self, pack: int) -> None:
-        """Sets a pack's weights."""
         self.replica.use_weights(self._by_version[self._versions[pack]])
 
     def update(self, k: int) -> None:

@@ -14,7 +14,6 @@ def _master(stage: MemoryStage) -> MasterSizes | None:
 
 
 def _versions(stage: MemoryStage) -> Bytes | None:
-    """Weights for packs in flight, beside the current ones."""
     mode, depth = settings(stage.options.features, PipeDream), stage.strategy.pp
     if mode is None:
         return None

@@ -116,7 +116,6 @@ class Migration:
 
     @property
     def count(self) -> int:
-        """Columns handed over."""
         return self.num_columns - self.first
 
 

@@ -37,7 +37,6 @@ def attach(replica: "Replica", description: "ModelDescription", options: "Engine
 
 
 def _watch(engine: "HotSPaEngine", args: "HotSPaTrainingArguments", plan: "RunPlan") -> "DeviceWatch | None":
-    """The watch over the devices of a run; None if off, or with a single device."""
     from hf_hotspa.features.slow_devices.device_watch import watch_devices
 
     return watch_devices(engine, args, plan)

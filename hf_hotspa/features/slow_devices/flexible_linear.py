@@ -194,7 +194,6 @@ class FlexibleWork(Attachment):
             memory.begin_step()
 
     def bind(self) -> None:
-        """A phase begins."""
         PRODUCTS.restart(self._device)
 
     def measures(self) -> dict[str, float]:

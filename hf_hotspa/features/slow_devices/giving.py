@@ -263,7 +263,6 @@ class PretestCurves:
         assert min(vars(self).values()) >= 0.0, self
 
     def send(self, columns: float) -> float:
-        """Phi_1 of some columns; 0 for none."""
         return self.send_static_s + self.send_s * columns if columns > 0.0 else 0.0
 
 

@@ -17,7 +17,6 @@ def _start() -> None:
 
 
 def _run_next() -> None:
-    """Runs the environment's own `sitecustomize`, which this one hides."""
     here = Path(__file__).resolve().parent
     for folder in map(Path, filter(None, sys.path)):
         file = folder / "sitecustomize.py"
