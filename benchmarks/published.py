@@ -50,7 +50,9 @@ Runs = Sequence[Config]
 DATA = Path(__file__).parent / "data"
 INPUTS, RESULTS, BLIND = (DATA / f"published_{name}.json" for name in ("inputs", "results", "predictions"))
 PAGE = Path(__file__).parents[1] / "docs" / "predicted.md"
+TABLE = PAGE.parent / "data" / "published-errors.csv"
 BEGIN, END = "<!-- begin: python benchmarks/published.py --write -->\n", "<!-- end -->\n"
+WITHOUT = "each run fitted without its source"
 _PRESETS = {"A100": "a100-80g", "A800": "a800-80g", "H100": "h100-80g", "B200": "b200-180g"}
 LOW_POWER, LOW_POWER_SHARE = "H100 of 500 W", 0.51
 """A variant of H100 that only torchtitan used, with HBM2e and less power; its share of the peak, fitted like others."""
@@ -423,31 +425,47 @@ def _line(name: str, errors: Sequence[float]) -> str:
     return f"| {name} | {len(errors)} | {median(sizes):.1%} | {percentile(sizes, 0.9):.1%} | {median(errors):+.1%} |"
 
 
-def report(configs: Runs, results: Mapping[str, Config]) -> list[str]:
-    """The table of errors, in Markdown."""
+def _lines(configs: Runs, results: Mapping[str, Config]) -> dict[str, list[float]]:
+    """What is counted, and its relative errors: seconds, by card and by source; memory; the blind predictions."""
     errors, of_memory = errors_of(configs, results), memory_errors(configs, results)
     blind, blind_memory = blind_errors(results)
     known, date = {each["id"]: each for each in configs}, json.loads(BLIND.read_text())
-    everything = [error for kind in of_memory.values() for error in kind.values()]
-    lines = ["| errors of | runs | median | 90th percentile | signed median |", "|---|---|---|---|---|"]
-    lines += [_line("**seconds**, shares fitted on these runs", list(errors.values()))]
+    lines = {"**seconds**, shares fitted on these runs": list(errors.values())}
     for card, share in SHARES.items():
         own = [error for name, error in errors.items() if card_of(known[name]) == card]
-        lines += [_line(f"{card}, {share:.2f} of the peak", own)] if own else []
-    deterministic = [error for name, error in errors.items() if "deterministic" in known[name]["notes"]]
-    lines += [_line("deterministic runs", deterministic)] if deterministic else []
-    for source, own in without_source(configs, results).items():
-        lines.append(_line(f"{source}, fitted without it", list(own.values())))
-    lines.append(_line("**memory**, slack of the allocator fitted on whole cards", everything))
-    for kind, own in of_memory.items():
-        lines.append(_line(f"memory, {kind}", list(own.values())))
+        lines[f"{card}, {share:.2f} of the peak"] = own
+    lines["deterministic runs"] = [error for name, error in errors.items() if "deterministic" in known[name]["notes"]]
+    without = {source: list(own.values()) for source, own in without_source(configs, results).items()}
+    lines[WITHOUT] = [error for own in without.values() for error in own]
+    lines |= {f"{source}, fitted without it": own for source, own in without.items()}
+    lines["**memory**, slack of the allocator fitted on whole cards"] = [
+        error for kind in of_memory.values() for error in kind.values()
+    ]
+    lines |= {f"memory, {kind}": list(own.values()) for kind, own in of_memory.items()}
     when = f"blind, {date['date']}, commit `{date['cost model of commit'][:8]}`"
-    lines.append(_line(f"**{when}**: seconds", list(blind.values())))
+    lines[f"**{when}**: seconds"] = list(blind.values())
     for card in SHARES:
-        own = [error for name, error in blind.items() if card_of(known[name]) == card]
-        lines += [_line(f"blind: {card}", own)] if own else []
-    lines.append(_line("blind: memory", list(blind_memory.values())))
+        lines[f"blind: {card}"] = [error for name, error in blind.items() if card_of(known[name]) == card]
+    lines["blind: memory"] = list(blind_memory.values())
+    return {name: own for name, own in lines.items() if own}
+
+
+def report(configs: Runs, results: Mapping[str, Config]) -> list[str]:
+    """The table of errors of the page, in Markdown: in total, and by card."""
+    lines = ["| errors of | runs | median | 90th percentile | signed median |", "|---|---|---|---|---|"]
+    for name, errors in _lines(configs, results).items():
+        if name in (WITHOUT, "blind: memory") or name.startswith(("**", *SHARES)):
+            lines.append(_line(name, errors))
     return lines
+
+
+def errors_csv(configs: Runs, results: Mapping[str, Config]) -> str:
+    """The text of the file with all lines, also by source and by kind of memory."""
+    lines = ["errors_of,runs,median,90th_percentile,signed_median"]
+    for name, errors in _lines(configs, results).items():
+        cells = _line(name.replace("*", "").replace("`", "").replace(", ", ": "), errors).strip("| ").split(" | ")
+        lines.append(",".join(cells))
+    return "\n".join(lines) + "\n"
 
 
 def _commit() -> str:
@@ -491,6 +509,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         if options.write:
             before, begin, rest = PAGE.read_text().partition(BEGIN)
             PAGE.write_text(before + begin + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
+            TABLE.write_text(errors_csv(configs, results))
     if options.fit:
         print(f"\nfitted on these results: {fitted(configs, results)}")
     result = {"date": datetime.now(UTC).date().isoformat(), "cost model of commit": _commit(), "predictions": rows}

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/predicted.md: `python docs/plan_tables.py`. Each line is one answer of `hf-hotspa plan`.
+"""Writes docs/data/plans.csv, each line an answer of `hf-hotspa plan`, and its summary in docs/predicted.md: `python docs/plan_tables.py`.
 
 `python docs/plan_tables.py gains [MINUTES]` plans the cells of the table of gains that docs/gains.json lacks, for at most MINUTES, and
 writes the summary and docs/data/gains.csv. It takes some minutes per cluster size, so no test recomputes it.
@@ -17,21 +17,20 @@ from typing import Any
 
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.search.baselines import DYNAMIC, MEGATRON
-from hf_hotspa.search.bucket_plan import Plan
 from hf_hotspa.search.setup import Setup, make_plan
 
 PAGE = Path(__file__).parent / "predicted.md"
 BEGIN, END = "<!-- begin: python docs/plan_tables.py -->\n", "<!-- end -->\n"
+TABLE = PAGE.parent / "data" / "plans.csv"
 HARDWARE, LENGTHS = "a800-80g", "commoncrawl"
 MODELS, CLUSTERS = ("llama2-7b", "llama2-13b", "llama2-32b"), ("1x8", "2x8", "4x8")
-LONGEST = (32768, 16384, 8192, 4096)
-HEADER = (
-    "| model | cluster | longest sequence | strategies | s a step | best static strategy | s a step | gain | switch s |\n"
-    "|---|---|---|---|---|---|---|---|---|\n"
-)
+COLUMNS = (
+    "model", "lora_rank", "cluster", "device", "lengths", "longest", "plan", "seconds", "best_static", "static_seconds",
+    "fsdp_seconds", "switch_seconds",
+)  # fmt: skip
+"""Of the file. Without `fsdp_seconds` FSDP cannot hold the longest row."""
 
 
-SHARDED_BEGIN = "<!-- begin: fully sharded, python docs/plan_tables.py -->\n"
 _QWEN3 = {
     "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
@@ -50,54 +49,63 @@ SHARDED_CASES = [
     for hardware in ("4090-24g", "h100-80g")
     for lengths, longest in (("chat", 8192), ("github", 32768))
 ]
-SHARDED_HEADER = (
-    "| model | 8 devices | lengths, longest | strategies | s a step | best static strategy | s a step | FSDP, s a step |\n"
-    "|---|---|---|---|---|---|---|---|\n"
-)
-
-
-def sharded_row(model: str, lora: str | None, hardware: str, lengths: str, longest: int) -> str:
-    """The line of a model under a limit at which fully sharded strategies may pay off."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "config.json"
-        config.write_text(json.dumps({**_QWEN3, **CONFIGS[model]}))
-        head = f"| {model}{f', LoRA r={lora}' if lora else ''} | {hardware} | {lengths}, {longest} |"
-        try:
-            found = make_plan(Setup.read(str(config), "1x8", hardware, lora=lora), lengths, longest)
-        except DeviceMemoryError:
-            return f"{head} does not fit |" + " |" * 4 + "\n"
-    choice, fsdp = found.plan.choice, found.plan.fully_sharded
-    buckets = "<br>".join(f"`{bucket}`" for bucket in choice.buckets)
-    theirs = f"{fsdp.seconds:.2f}" if fsdp.seconds is not None else f"holds up to {fsdp.pack_tokens}"
-    return f"{head} {buckets} | {choice.seconds:.2f} | `{choice.static}` | {choice.static_seconds:.2f} | {theirs} |\n"
-
-
-def plan(model: str, cluster: str, longest: int) -> Plan | None:
-    """The plan; None when the longest sequence does not fit."""
-    try:
-        return make_plan(Setup.read(model, cluster, HARDWARE), LENGTHS, longest).plan
-    except DeviceMemoryError:
-        return None
-
-
-def row(model: str, cluster: str) -> str:
-    """The line of a model on a cluster, with the longest sequence that fits."""
-    found = next(filter(None, (plan(model, cluster, longest) for longest in LONGEST)), None)
-    if found is None:
-        return f"| {model} | {cluster} | none of {LONGEST[-1]} tokens fits |" + " |" * 6 + "\n"
-    choice = found.choice
-    buckets = "<br>".join(f"`{bucket}`" for bucket in choice.buckets)
-    return (
-        f"| {model} | {cluster} | {found.longest} | {buckets} | {choice.seconds:.2f} | `{choice.static}` | "
-        f"{choice.static_seconds:.2f} | {choice.static_seconds / choice.seconds:.2f}x | {choice.switch_seconds:.2f} |\n"
-    )
-
-
 ROWS = [
-    *((row, (model, cluster)) for model in MODELS for cluster in CLUSTERS),
-    *((sharded_row, case) for case in SHARDED_CASES),
-]  # fmt: skip
-"""The function and the arguments of each line of the tables."""
+    *((model, "", cluster, HARDWARE, LENGTHS, 32768) for model in MODELS for cluster in CLUSTERS),
+    *((model, lora or "", "1x8", *rest) for model, lora, *rest in SHARDED_CASES),
+]
+"""Model, rank of an adapter, cluster, device, lengths and longest row of each line of the file."""
+GROUPS = (
+    ("Llama 2 7B, 13B and 32B, full, 1, 2 and 4 nodes of eight A800 (80 GB)", ROWS[:9]),
+    ("Qwen3 8B, full, eight RTX 4090 (24 GB)", ROWS[9:11]),
+    ("Qwen3 8B, full, eight H100 (80 GB)", ROWS[11:13]),
+    ("Qwen3 32B, LoRA r=16, eight RTX 4090 (24 GB)", ROWS[13:15]),
+    ("Qwen3 32B, LoRA r=16, eight H100 (80 GB)", ROWS[15:]),
+)
+"""The lines of the table on the page, and the rows that each sums up."""
+
+
+def row(model: str, lora: str, cluster: str, hardware: str, lengths: str, longest: int) -> list[str]:
+    """The cells of a line of the file, as text. The plan of a longest row that no strategy holds is `does not fit`."""
+    head = [model, lora, cluster, hardware, lengths, str(longest)]
+    with tempfile.TemporaryDirectory() as folder:
+        if model in CONFIGS:
+            config = Path(folder) / "config.json"
+            config.write_text(json.dumps({**_QWEN3, **CONFIGS[model]}))
+            model = str(config)
+        try:
+            plan = make_plan(Setup.read(model, cluster, hardware, lora=lora or None), lengths, longest).plan
+        except DeviceMemoryError:
+            return [*head, "does not fit", *[""] * 5]
+    choice, fsdp = plan.choice, plan.fully_sharded.seconds
+    seconds = [f"{choice.seconds:.2f}", str(choice.static), f"{choice.static_seconds:.2f}"]
+    return [*head, str(choice), *seconds, "" if fsdp is None else f"{fsdp:.2f}", f"{choice.switch_seconds:.2f}"]
+
+
+def plans_csv(rows: Sequence[Sequence[str]]) -> str:
+    """The text of the file."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
+    return text.getvalue()
+
+
+def _span(rows: Sequence[dict[str, str]], other: str) -> str:
+    ratios = [float(each[other]) / float(each["seconds"]) for each in rows if each["seconds"] and each[other]]
+    if not ratios:
+        return "holds none"
+    missing = f"; holds {len(ratios)} of {len(rows)}" if len(ratios) < len(rows) else ""
+    return f"{min(ratios):.2f} to {max(ratios):.2f}{missing}"
+
+
+def plans_summary(rows: Sequence[Sequence[str]]) -> str:
+    """The table of the page."""
+    known = {tuple(each[:6]): dict(zip(COLUMNS, each, strict=True)) for each in rows}
+    lines = ["| | fits | over the best single strategy | over FSDP |\n", "|---|---|---|---|\n"]
+    for title, cases in GROUPS:
+        of_group = [known[tuple(map(str, case))] for case in cases]
+        fits = [each for each in of_group if each["seconds"]]
+        spans = f"{_span(fits, 'static_seconds')} | {_span(fits, 'fsdp_seconds')}"
+        lines.append(f"| {title} | {len(fits)} of {len(of_group)} | {spans} |\n")
+    return "".join(lines)
 
 
 GAINS_BEGIN, GAINS = "<!-- begin: python docs/plan_tables.py gains -->\n", PAGE.parent / "gains.json"
@@ -131,7 +139,7 @@ def gain_cell(model: str, cluster: str, lora: str | None, lengths: str) -> dict[
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(GAIN_MODELS[model]))
         try:
-            plan = make_plan(Setup.read(str(config), cluster, "h100-80g", lora=lora), lengths, LONGEST[0]).plan
+            plan = make_plan(Setup.read(str(config), cluster, "h100-80g", lora=lora), lengths, 32768).plan
         except DeviceMemoryError:
             return {"fits": False}
     rivals = {rival.name: rival.seconds for rival in (*plan.rivals, *plan.layouts)}
@@ -145,21 +153,22 @@ Gains = dict[str, dict[str, Any]]
 
 
 def gains_summary(known: Gains) -> str:
-    """The table of the page: how many times as fast as each rival, over the models and lengths of a cluster."""
-    lines = [f"| | cluster | fits | {' | '.join(f'over {rival}' for rival in RIVALS)} |\n", "|---" * 7 + "|\n"]
+    """The table of the page: how many times as fast as each rival, over the models, lengths and clusters of a line."""
+    lines = [f"| | nodes of eight | fits | {' | '.join(f'over {rival}' for rival in RIVALS)} |\n", "|---" * 7 + "|\n"]
     for kind, lora in (("full training", None), ("LoRA r=16", "16")):
-        for cluster in dict.fromkeys(cell[1] for cell in GAIN_CELLS):
-            found = [known[" ".join(map(str, cell))] for cell in GAIN_CELLS if cell[1:3] == (cluster, lora)]
+        for clusters in (("1x8",), ("2x8", "4x8"), ("8x8", "16x8")):
+            found = [known[" ".join(map(str, cell))] for cell in GAIN_CELLS if cell[1] in clusters and cell[2] == lora]
             ratios = [gain["ratios"] for gain in found if gain["fits"]]
             cells = []
             for at in range(len(RIVALS)):
                 fit = [each[at] for each in ratios if each[at] is not None]
-                if at == 1 and cluster.startswith("1x"):  # a layout of clusters
+                if at == 1 and clusters == ("1x8",):  # a layout of clusters
                     cells.append("-")
                     continue
                 without = f"; {len(ratios) - len(fit)} do not fit" if len(fit) < len(ratios) else ""
                 cells.append(f"{geometric_mean(fit):.2f} ({min(fit):.2f} to {max(fit):.2f}){without}")
-            lines.append(f"| {kind} | {cluster} | {len(ratios)} of {len(found)} | {' | '.join(cells)} |\n")
+            nodes = ", ".join(cluster.removesuffix("x8") for cluster in clusters)
+            lines.append(f"| {kind} | {nodes} | {len(ratios)} of {len(found)} | {' | '.join(cells)} |\n")
     return "".join(lines)
 
 
@@ -189,19 +198,6 @@ def write_gains(minutes: float) -> None:
         PAGE.write_text(_rewritten(PAGE.read_text(), GAINS_BEGIN, gains_summary(known)))
 
 
-def rewritten_tables(lines: Sequence[str]) -> str:
-    """The page with these lines, one for each entry of `ROWS`."""
-    of_first = len(MODELS) * len(CLUSTERS)
-    page = _rewritten(PAGE.read_text(), BEGIN, HEADER + "".join(lines[:of_first]))
-    return _rewritten(page, SHARDED_BEGIN, SHARDED_HEADER + "".join(lines[of_first:]))
-
-
-def lines_of(page: str) -> list[str]:
-    """The table lines of a page."""
-    tables = [page.partition(begin)[2].partition(END)[0] for begin in (BEGIN, SHARDED_BEGIN)]
-    return [line for table in tables for line in table.splitlines(keepends=True)[2:]]
-
-
 def _rewritten(page: str, begin: str, table: str) -> str:
     before, _, rest = page.partition(begin)
     _, _, after = rest.partition(END)
@@ -211,6 +207,7 @@ def _rewritten(page: str, begin: str, table: str) -> str:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["gains"]:
         write_gains(float(sys.argv[2]) if len(sys.argv) > 2 else 90.0)
-        sys.exit(0)
-    PAGE.write_text(rewritten_tables([write(*case) for write, case in ROWS]))
-    sys.exit(0)
+        sys.exit()
+    found = [row(*case) for case in ROWS]
+    TABLE.write_text(plans_csv(found))
+    PAGE.write_text(_rewritten(PAGE.read_text(), BEGIN, plans_summary(found)))

@@ -47,8 +47,8 @@ CLOSE = 1.02
 
 _LEGEND = (
     "Time of the fastest side of a family, relative to `auto`, for the same mini-batches: the geometric mean over "
-    "the length files, and the minimum and maximum. All sides in seconds, where their time goes, and why some cannot "
-    "run: [side by side](side-by-side.md)."
+    "the cells, the minimum and maximum, and in how many of the cells in which it ran it fits. A cell is a model, a "
+    "dtype and a file of lengths. All seconds: [side by side](side-by-side.md)."
 )
 
 Cell = tuple[float, str]
@@ -58,22 +58,25 @@ Kind = dict[str, dict[str, Any]]
 
 
 def families_block(data: dict[str, Any], names: Sequence[str]) -> str:
-    """One table: families of sides against models and dtypes, without and under a limit of memory, relative to `auto`.
+    """One table: families of sides over all cells, without and under a limit of memory, relative to `auto`.
 
     Args:
         data: The results.
         names: Model and dtype of the cells to show, such as `0.9M fp32`.
     """
     kinds = {name: kind for name, kind in kinds_of(data).items() if name in names}
-    text = [f"Measured on {_facts([cell for kind in kinds.values() for cell in kind.values()])}:", ""]
-    text += _relative_table(kinds)
-    notes: list[str] = [_LEGEND]
-    for name, kind in kinds.items():
-        lines = {lengths: lines_of(cell) for lengths, cell in kind.items()}
-        spread = max(loss_spread(of_cell)[0] for of_cell in lines.values())
-        noises = [noise for cell in kind.values() for noise in [noise_of(cell)] if noise is not None]
-        noise = f"; rounds of one side differ by {statistics.median(noises):.0%}" if noises else ""
-        notes += [*_where_we_lose(name, lines), f"{name}: the losses of all exact sides agree to {spread:.0e}{noise}."]
+    cells = {f"{name} {lengths}": cell for name, kind in kinds.items() for lengths, cell in kind.items()}
+    lines = {name: lines_of(cell) for name, cell in cells.items()}
+    text = [f"Measured on {_facts(list(cells.values()))}:", "", *_relative_table(list(lines.values()))]
+    notes: list[str] = [_LEGEND, *_where_we_lose(lines)]
+    noises = [noise for cell in cells.values() for noise in [noise_of(cell)] if noise is not None]
+    noise = f"; rounds of one side differ by {statistics.median(noises):.0%}" if noises else ""
+    spreads: dict[str, float] = {}
+    for name, of_cell in lines.items():
+        dtype = name.split()[1]
+        spreads[dtype] = max(spreads.get(dtype, 0.0), loss_spread(of_cell)[0])
+    agree = ", ".join(f"{spread:.0e} in {dtype}" for dtype, spread in spreads.items())
+    notes.append(f"The losses of all exact sides agree to {agree}{noise}.")
     return "\n".join([*text, "", *(f"* {note}" for note in notes)])
 
 
@@ -148,42 +151,38 @@ def _each(machines: Sequence[dict[str, Any]], fact: str) -> str:
     return " or ".join(dict.fromkeys(str(machine[fact]) for machine in machines if fact in machine))
 
 
-def _relative_table(kinds: dict[str, Kind]) -> list[str]:
-    columns = [
-        tuple([column(lines_of(cell), limited) for cell in kind.values()] for limited in (False, True))
-        for kind in kinds.values()
-    ]
-    files = {name: f"{len(kind)} file{'s' * (len(kind) > 1)}" for name, kind in kinds.items()}
-    heads = [f"{name}, {of}, {title}" for name, of in files.items() for title in ("no limit", "limit of memory")]
-    text = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+def _relative_table(cells: Sequence[dict[str, Line]]) -> list[str]:
+    free, limited = ([column(lines, is_limited) for lines in cells] for is_limited in (False, True))
+    of = f"{len(cells)} cell{'s' * (len(cells) > 1)}"
+    text = [f"| | {of}, no limit | {of}, limit of memory |", "|---|---|---|"]
     for title, starts in FAMILIES:
-        shown = []
-        for free, limited in columns:
-            without = _relative(free, starts, "-")
-            # a side that did not run at all is not too large
-            shown += [without, _relative(limited, starts, "-" if without == "-" else "does not fit")]
-        if set(shown[::2]) != {"-"}:  # it was asked for
-            text.append(f"| {title} | " + " | ".join(shown) + " |")
+        if ran := len(_ratios(free, starts)):
+            text.append(f"| {title} | {_relative(free, starts, len(cells))} | {_relative(limited, starts, ran)} |")
     return text
 
 
-def _relative(of_files: Sequence[dict[str, float]], starts: tuple[str, ...], without: str) -> str:
-    """The time of a family relative to auto in the cells of a kind; for auto its seconds; without numbers `without`."""
-    mine = [
-        (min(seconds), of_file[AUTO])
-        for of_file in of_files
-        for seconds in [[took for name, took in of_file.items() if name.startswith(starts)]]
-        if seconds and AUTO in of_file
+def _ratios(of_cells: Sequence[dict[str, float]], starts: tuple[str, ...]) -> list[tuple[float, float]]:
+    """Seconds of a family and of auto in the cells that have both."""
+    return [
+        (min(seconds), of_cell[AUTO])
+        for of_cell in of_cells
+        for seconds in [[took for name, took in of_cell.items() if name.startswith(starts)]]
+        if seconds and AUTO in of_cell
     ]
+
+
+def _relative(of_cells: Sequence[dict[str, float]], starts: tuple[str, ...], ran: int) -> str:
+    """The time of a family relative to auto in the cells; for auto its seconds. `ran` cells could have one."""
+    mine = _ratios(of_cells, starts)
     if not mine:
-        return without
+        return "does not fit"
     if starts == (AUTO,):
         return f"1 ({min(auto for _, auto in mine):.2f} to {max(auto for _, auto in mine):.2f} s)"
     times = [seconds / auto for seconds, auto in mine]
     text = f"{statistics.geometric_mean(times):.2f}"
     if len(times) > 1:
         text += f" ({min(times):.2f} to {max(times):.2f})"
-    return text + (f", fits {len(mine)} of {len(of_files)}" if len(mine) < len(of_files) else "")
+    return text + (f", {len(mine)} of {ran}" if len(mine) < ran else "")
 
 
 def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cell:
@@ -201,16 +200,16 @@ def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cel
     return float("inf"), (f"{max(longest)} tokens" if max(longest) else "nothing") if longest else "-"
 
 
-def _where_we_lose(kind: str, lines: dict[str, dict[str, Line]]) -> list[str]:
+def _where_we_lose(cells: dict[str, dict[str, Line]]) -> list[str]:
     """The columns in which another side is faster than `auto` by more than 2 %, and the limits that `auto` exceeds."""
     lost = []
-    for limited, title in ((False, ""), (True, " under the limit")):
-        for lengths, of_cell in lines.items():
+    for name, of_cell in cells.items():
+        for limited, title in ((False, ""), (True, " under the limit")):
             seconds = column(of_cell, limited)
             best = fastest(seconds)
             if AUTO in seconds and seconds[AUTO] > CLOSE * seconds[best]:
-                lost.append(f"{lengths}{title} ({seconds[AUTO] / seconds[best]:.2f} of {best})")
-    of_limit = {lengths: of_cell.get(AUTO + LIMITED) for lengths, of_cell in lines.items()}
-    above = [lengths for lengths, line in of_limit.items() if line and line.seconds and fits(line) is False]
-    found = [f"{kind}: `auto` is not the fastest of {'; '.join(lost)}."] if lost else []
-    return found + ([f"{kind}: `auto` takes more than the limit of {', '.join(above)}."] if above else [])
+                lost.append(f"{name}{title} ({seconds[AUTO] / seconds[best]:.2f} of {best})")
+    of_limit = {name: of_cell.get(AUTO + LIMITED) for name, of_cell in cells.items()}
+    above = [name for name, line in of_limit.items() if line and line.seconds and fits(line) is False]
+    found = [f"`auto` is not the fastest of {'; '.join(lost)}."] if lost else []
+    return found + ([f"`auto` takes more than the limit of {', '.join(above)}."] if above else [])

@@ -1,5 +1,6 @@
 """What the pages show as output of `hf-hotspa` is what the command above it prints."""
 
+import csv
 import json
 import re
 import runpy
@@ -27,18 +28,18 @@ def test_output_is_that_of_the_command_above(page: Path, tmp_path: Path, monkeyp
 
 
 TABLES = runpy.run_path(str(ROOT / "docs" / "plan_tables.py"))
-LINES = TABLES["lines_of"](TABLES["PAGE"].read_text())
+LINES = list(csv.reader(TABLES["TABLE"].read_text().splitlines()))[1:]
 
 
 @pytest.mark.parametrize("index", range(len(TABLES["ROWS"])))
-def test_a_line_of_the_tables_of_plans_is_current(index: int) -> None:
-    write, case = TABLES["ROWS"][index]
-    assert write(*case) == LINES[index], "run: python docs/plan_tables.py"
+def test_a_line_of_the_file_of_plans_is_current(index: int) -> None:
+    assert TABLES["row"](*TABLES["ROWS"][index]) == LINES[index], "run: python docs/plan_tables.py"
 
 
-def test_the_tables_of_plans_have_these_lines_and_no_others() -> None:
-    assert len(LINES) == len(TABLES["ROWS"]) == 17
-    assert TABLES["rewritten_tables"](LINES) == TABLES["PAGE"].read_text(), "run: python docs/plan_tables.py"
+def test_the_file_of_plans_has_these_lines_and_the_page_their_summary() -> None:
+    assert len(LINES) == len(TABLES["ROWS"]) == sum(len(cases) for _, cases in TABLES["GROUPS"]) == 17
+    assert TABLES["plans_csv"](LINES) == TABLES["TABLE"].read_text(), "run: python docs/plan_tables.py"
+    assert f"{TABLES['BEGIN']}{TABLES['plans_summary'](LINES)}{TABLES['END']}" in TABLES["PAGE"].read_text()
 
 
 def test_the_table_of_gains_is_of_its_file() -> None:

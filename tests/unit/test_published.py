@@ -97,6 +97,7 @@ def test_the_page_has_the_errors_and_the_earlier_predictions_with_their_date() -
     page = (ROOT / "docs" / "predicted.md").read_text()
     lines = published.report(CONFIGS, RESULTS)
     assert "\n".join(lines) in page, "run: python benchmarks/published.py --write"
+    assert published.TABLE.read_text() == published.errors_csv(CONFIGS, RESULTS)
     blind = json.loads(published.BLIND.read_text())
     assert blind["date"] == "2026-11-25"
     assert blind["cost model of commit"].startswith("607bf632")
