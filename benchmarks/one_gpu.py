@@ -5,7 +5,8 @@ against the stock Trainer: padded rows, and flattened rows with the kernel that 
 
     python benchmarks/one_gpu.py
     python benchmarks/one_gpu.py --lengths github --longest 16384 --rows 16 --profile
-    python benchmarks/one_gpu.py --qlora    # LoRA on an nf4 base of Llama 3.1's 8B shape, beside TRL and PEFT
+    python benchmarks/one_gpu.py --lora     # LoRA on a bf16 base of Llama 3.1's 8B shape, beside TRL and PEFT
+    python benchmarks/one_gpu.py --qlora    # the same on an nf4 base
 
 Every side trains the same rows from the same weights; all take turns, and a step ends with a synchronised device. MFU is
 the share of the card's peak (its data sheet's, in bf16) that the products of the model's forward and backward would take,
@@ -96,7 +97,7 @@ class Clock(TrainerCallback):
 
 
 def config_of(options: argparse.Namespace, attention: str = "sdpa") -> LlamaConfig:
-    head, groups, wide = (128, 4, options.hidden * 7 // 2) if options.qlora else (64, 2, options.hidden * 11 // 4)
+    head, groups, wide = (128, 4, options.hidden * 7 // 2) if options.adapted else (64, 2, options.hidden * 11 // 4)
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=options.hidden,
@@ -111,22 +112,33 @@ def config_of(options: argparse.Namespace, attention: str = "sdpa") -> LlamaConf
 
 def make_model(options: argparse.Namespace, attention: str = "sdpa") -> Any:
     torch.manual_seed(0)
-    if options.qlora:
-        model = make_qlora(options, attention)
+    if options.adapted:
+        model = make_adapted(options, attention)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()  # the weights in 16 bits were there once, for all sides
         return model
     return LlamaForCausalLM(config_of(options, attention))
 
 
-def make_qlora(options: argparse.Namespace, attention: str) -> Any:
-    """Random weights in the shape of Llama 3.1 8B (or `--hidden`, `--layers`), quantized to nf4, with LoRA of rank 16."""
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    from transformers import BitsAndBytesConfig
+def make_adapted(options: argparse.Namespace, attention: str) -> Any:
+    """Random weights in the shape of Llama 3.1 8B (or `--hidden`, `--layers`) in bf16, with `--qlora` quantized to nf4, and
+    LoRA of rank 16."""
+    from peft import LoraConfig, get_peft_model
 
     config = config_of(options, attention)
-    with torch.device("cuda"):
-        whole = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else torch.get_default_device()):
+        base = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    if options.qlora:
+        base = in_four_bits(base, config, attention)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(base, lora)
+
+
+def in_four_bits(whole: Any, config: LlamaConfig, attention: str) -> Any:
+    """The same weights in nf4, as PEFT prepares them for training."""
+    from peft import prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig
+
     four_bits = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -137,10 +149,7 @@ def make_qlora(options: argparse.Namespace, attention: str) -> Any:
         None, config=config, state_dict=whole.state_dict(), dtype=torch.bfloat16, quantization_config=four_bits,
         device_map={"": 0}, attn_implementation=attention,
     )  # fmt: skip
-    del whole
-    base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(base, lora)
+    return prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
 
 
 def rows_with_labels(options: argparse.Namespace) -> list[dict[str, list[int]]]:
@@ -197,7 +206,7 @@ def stock(options: argparse.Namespace, folder: str, rows: Any, clock: Clock, mic
             folder,
             per_device_train_batch_size=micro,
             gradient_accumulation_steps=options.rows // micro,
-            gradient_checkpointing=options.qlora,
+            gradient_checkpointing=options.adapted,
         ),
         train_dataset=rows,
         data_collator=counted(collator, clock.found),
@@ -237,7 +246,7 @@ def flops_of(options: argparse.Namespace, lengths: Sequence[int]) -> float:
     kv = config.num_key_value_heads * config.head_dim
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * config.intermediate_size
     weights = options.layers * layer + hidden * VOCABULARY
-    each = 4 if options.qlora else 6  # a frozen weight has no gradient; the adapters' own are left out
+    each = 4 if options.adapted else 6  # a frozen weight has no gradient; the adapters' own are left out
     return float(sum(each * weights * n + 6 * options.layers * hidden * n * n for n in lengths))
 
 
@@ -254,7 +263,7 @@ def peak_flops(gpu: str) -> float | None:
 def sides_of(options: argparse.Namespace) -> dict[str, Callable[..., None]]:
     packs = options.pack_tokens
     found: dict[str, Callable[..., None]] = {"ours, auto": lambda *given: ours(*given, "auto")}
-    if not options.qlora:  # an 8B model's activations of such a pack are 140 GiB
+    if not options.adapted:  # an 8B model's activations of such a pack are 140 GiB
         found[f"ours, dp1 in packs of {packs}"] = lambda *given: ours(*given, f"dp1:{options.longest}@{packs}")
     else:
         found |= {
@@ -352,9 +361,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="mini-batches of a round")
     parser.add_argument("--warmup", type=int, default=2, help="mini-batches of a round that do not count")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--qlora", action="store_true", help="LoRA on a base in 4 bits, and TRL with PEFT as a side")
-    parser.add_argument("--hidden", type=int, help="width of the Llama; heads of 64 (1024; 4096 and 128 with --qlora)")
-    parser.add_argument("--layers", type=int, help="16; 32 with --qlora")
+    adapters = parser.add_mutually_exclusive_group()
+    adapters.add_argument("--lora", action="store_true", help="LoRA on a base in bf16, and TRL with PEFT as a side")
+    adapters.add_argument("--qlora", action="store_true", help="the same on a base in 4 bits")
+    parser.add_argument(
+        "--hidden", type=int, help="width of the Llama; heads of 64 (1024; with LoRA 4096, heads of 128)"
+    )
+    parser.add_argument("--layers", type=int, help="16; 32 with LoRA")
     parser.add_argument(
         "--flattened-rows", type=int, nargs="*", default=[4, 16], help="of the stock Trainer's micro-batch"
     )
@@ -364,10 +377,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    options.hidden = options.hidden or (4096 if options.qlora else 1024)
-    options.layers = options.layers or (32 if options.qlora else 16)
+    options.adapted = options.lora or options.qlora
+    options.hidden = options.hidden or (4096 if options.adapted else 1024)
+    options.layers = options.layers or (32 if options.adapted else 16)
     if options.quick:
-        options.hidden = 512 if options.qlora else 256
+        options.hidden = 512 if options.adapted else 256
         options.layers, options.longest, options.pack_tokens = 2, 1024, 2048
         options.rows, options.steps, options.warmup, options.rounds = 8, 3, 1, 1
         options.flattened_rows, options.padded_rows = [4], [1]

@@ -75,7 +75,10 @@ def parts_of(machine: Machine, environment: Mapping[str, str], folder: Path) -> 
         Part("nccl", (python, "-m", "tests.gpu", "-q"), 540, nccl, missing),
         Part("wire", (python, "-m", "tests.wire_proofs", "--on", "gpu", "--ranks", "2", "4", "--quick"), 180, nccl, missing),
         Part("one-gpu", (*one_gpu, str(folder / "one_gpu.json")), 300, torch_nccl),
-        Part("one-gpu-qlora", (*one_gpu, str(folder / "qlora.json"), "--qlora", "--steps", "4"), 300, torch_nccl),
+        *(
+            Part(f"one-gpu-{kind}", (*one_gpu, str(folder / f"{kind}.json"), f"--{kind}", "--steps", "4"), 300, torch_nccl)
+            for kind in ("lora", "qlora")
+        ),
         Part("bench", bench, 400, nccl if shares else torch_nccl),
         Part("gloo", (python, "-m", "tests.gpu", "--on", "host", "-q"), 540, {**one_thread, **torch_nccl}),
     ]  # fmt: skip

@@ -195,7 +195,10 @@ def test_the_notebook_for_two_gpus_runs_on_two_processes(tmp_path):
     result = BenchResult.load(tmp_path / "out" / "two_gpus" / "bench.json")
     assert result.exact
     assert not result.ended
+    assert [file.name for file in result.files] == ["chat", "commoncrawl", "github"]
     assert all(result_of_side.rounds for file in result.files for result_of_side in file.sides.values())
+    assert all(file.loss_difference < 1e-5 for file in result.files)
+    assert result.exact_sentence in (tmp_path / "out" / "two_gpus" / "bench.html").read_text()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_hotspa import cli
 from hf_hotspa.commands.bench import exactness, program
@@ -16,6 +17,7 @@ from hf_hotspa.commands.bench.contestants import ALONE, STOCK, padded
 from hf_hotspa.commands.bench.program import Bench, _Stopped, processes_of, size_of
 from hf_hotspa.commands.bench.workload import LengthFile, llama
 from hf_hotspa.commands.rank_world import SHARED_GPU, WorldError, run_world
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.bench_result import (
     AUTO,
@@ -32,6 +34,7 @@ from hf_hotspa.reporting.bench_result import (
     compared_sentences,
     side_rows,
 )
+from hf_hotspa.strategy import parse_buckets
 
 DDP, FSDP = STOCK[1].name, STOCK[2].name
 SECONDS = {DDP: 1.5, FSDP: 2.0, "ours, dp4": 1.2, "ours, tp4": 3.0, AUTO: 1.0}
@@ -287,6 +290,51 @@ def test_nothing_begins_when_the_time_is_over(tmp_path: Path, monkeypatch: pytes
 def test_one_rank_has_no_parallel_rivals() -> None:
     assert [side.kind for side in ALONE] == ["ddp", "ddp"]
     assert all("DDP" not in side.name for side in ALONE)
+
+
+def wrong_gradients(rank: int, world_size: int, cuda: bool, factor: float) -> dict[str, Any]:
+    """The real check, where one rank's gradients of one parameter are off by a factor under one pool."""
+    whole, pools = HotSPaEngine.full_gradients, exactness.pools(world_size)
+
+    def full_gradients(engine: HotSPaEngine) -> dict[str, torch.Tensor]:
+        gradients = whole(engine)
+        if rank and engine.buckets == parse_buckets(pools[1]):
+            gradients[PLANTED] *= factor
+        return gradients
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HotSPaEngine, "full_gradients", full_gradients)
+        patch.setattr(exactness, "pools", lambda ranks: pools[:2])
+        return exactness.run(rank, world_size, cuda)
+
+
+PLANTED = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("factor", [1.0, 1 + 1e-5, float("nan")])
+def test_a_wrong_gradient_is_in_the_verdict_the_exit_code_and_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], factor: float
+) -> None:
+    def run(ranks: int, fn: Any, *args: Any, **options: Any) -> Any:
+        if fn is exactness.run:
+            return run_world(ranks, wrong_gradients, *args, factor, limit_s=120.0)
+        if fn is program.measure:
+            raise WorldError("no links")
+        return 10 if fn is program.save_model else turn()
+
+    monkeypatch.setattr(program, "run_world", run)
+    command = "bench --quick --use-cpu --processes 2 --longest 256 --tokens 512 --rounds 1 -o"
+    code = cli.main([*command.split(), str(tmp_path)])
+    result, pool = BenchResult.load(tmp_path / "bench.json"), exactness.pools(2)[1]
+    assert result.ended == ""
+    words = "Exact: loss and gradients of 2 pools" if factor == 1 else f"NOT EXACT: under {pool} loss and gradients"
+    assert (result.exact, code) == (factor == 1, int(factor != 1))
+    if factor != 1:
+        assert result.exactness[pool].parameter == PLANTED
+        assert result.exactness[pool].gradient >= 0.99e-5
+    assert words in capsys.readouterr().out
+    assert words in (tmp_path / "bench.html").read_text()
 
 
 def hangs(rank: int, world_size: int) -> None:

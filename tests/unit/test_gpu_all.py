@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import one_gpu  # type: ignore[import-not-found]
 import psutil  # type: ignore[import-untyped]
 
 from tests.gpu_all import CUT, FAILED, LEFT_OUT, PASSED, TOO_LONG, GpuAll, Part, parts_of
@@ -88,4 +89,8 @@ def test_the_parts_of_a_machine(tmp_path: Path) -> None:
     assert parts["nccl"].environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert parts["wire"].environment["LD_PRELOAD"] == str(library)
     assert parts["gloo"].environment[LIBRARY] is None
+    assert [name for name in parts if name.startswith("one-gpu")] == ["one-gpu", "one-gpu-lora", "one-gpu-qlora"]
+    for name, each in parts.items():
+        if name.startswith("one-gpu"):  # the benchmark knows all that it is given
+            assert one_gpu.parse_options(each.command[2:]).adapted == (name != "one-gpu")
     assert all(each.limit_s <= 540 for each in parts.values())

@@ -15,6 +15,24 @@ def test_operations_of_a_mini_batch_are_six_a_weight_and_token_and_the_causal_ha
     assert one_gpu.flops_of(options, [100, 100]) == 200 * products + 2 * 6 * 2 * 256 * 100**2
 
 
+def test_lora_trains_adapters_on_a_frozen_base_in_bf16_whose_weights_have_no_gradient() -> None:
+    options = one_gpu.parse_options(["--quick", "--lora"])
+    with torch.device("meta"):
+        model = one_gpu.make_adapted(options, "sdpa")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 7  # two matrices on each product of two layers
+    assert all("lora_" in name for name in trained)
+    base = {name: p for name, p in model.named_parameters() if name not in trained}
+    assert {p.dtype for p in base.values()} == {torch.bfloat16}
+    in_products = sum(p.numel() for name, p in base.items() if p.dim() == 2 and "embed" not in name)
+    assert one_gpu.flops_of(options, [1]) == 4 * in_products + 6 * 2 * 512
+    sides = one_gpu.sides_of(options)
+    assert [name for name in sides if "TRL" in name or "auto" in name] == [
+        "ours, auto",
+        "TRL's SFTTrainer, padded, micro-batches of 1",
+    ]
+
+
 @pytest.mark.parametrize(
     ("gpu", "peak"),
     [

@@ -20,8 +20,8 @@ def add_parsers(commands: Commands) -> None:
         help="measure this machine: exactness, links, and speed beside the stock Trainer",
         description="Trains a model with random weights under the stock Trainer with DDP and FSDP2, under single "
         "strategies and under auto, in turns, on the same rows of three lengths, after checking that losses and "
-        "gradients are exact. Uses the GPUs of this machine, else CPU processes; downloads nothing. Ctrl-C ends it "
-        "with what was measured.",
+        "gradients are exact (else the exit code is 1). Uses the GPUs of this machine, else CPU processes; downloads "
+        "nothing. Ctrl-C ends it with what was measured.",
     )
     parser.set_defaults(answer=_bench)
     texts = {
@@ -52,7 +52,7 @@ def _bench(args: argparse.Namespace) -> int:
     bench.run()
     print(bench.result)
     print(f"result, to send: {Path(args.output) / RESULT}\npage: {Path(args.output) / PAGE}")
-    return _STOPPED if bench.result.ended else 0
+    return _STOPPED if bench.result.ended else int(not bench.result.exact)
 
 
 def _compare(args: argparse.Namespace) -> int:

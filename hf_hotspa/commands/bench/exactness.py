@@ -4,6 +4,7 @@ In fp64, in which a wrong sum, a row in another's attention or a lost message is
 fp32, so agreement ends at about 1e-8. Runs before any speed is measured: fast and wrong is of no use.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -57,16 +58,13 @@ def run(rank: int, world_size: int, cuda: bool) -> dict[str, Any]:
         collator = PackedBucketCollator(
             engine.buckets, rank=rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost
         )
-        own_loss = engine.forward_backward(collator(rows)).loss
+        own_loss = torch.tensor(engine.forward_backward(collator(rows)).loss, dtype=torch.float64)
         own = engine.full_gradients()
         engine.close()
-        off = {name: _relative(own[name], gradients[name]) for name in gradients}
-        worst = max(off, key=lambda name: off[name])
-        errors[pool] = {
-            "loss": float(agreement.gather([abs(own_loss - loss) / abs(loss)]).max()),
-            "gradient": float(agreement.gather([off[worst]]).max()),
-            "parameter": worst,
-        }
+        off = [_relative(own_loss, loss), *(_relative(own[name], gradients[name]) for name in gradients)]
+        of_loss, *of_gradients = agreement.gather(off).amax(0).tolist()
+        worst, parameter = max(zip(of_gradients, gradients, strict=True))
+        errors[pool] = {"loss": of_loss, "gradient": worst, "parameter": parameter}
     return errors
 
 
@@ -77,18 +75,20 @@ def _model() -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config)).double()
 
 
-def _reference(model: PreTrainedModel, rows: list[dict[str, list[int]]]) -> tuple[float, dict[str, Tensor]]:
+def _reference(model: PreTrainedModel, rows: list[dict[str, list[int]]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the plain model in this process: the sum over all rows, each alone, over all labels."""
-    labels, total = sum(len(row["labels"]) - 1 for row in rows), 0.0
+    labels, total = sum(len(row["labels"]) - 1 for row in rows), torch.zeros((), dtype=torch.float64)
     for row in rows:
         ids = torch.tensor([row["input_ids"]])
         logits = model(input_ids=ids, use_cache=False).logits[0]
         loss = functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum") / labels
         loss.backward()
-        total += loss.item()
+        total += loss.detach()
     return total, {name: p.grad for name, p in model.named_parameters()}
 
 
 def _relative(own: Tensor, expected: Tensor) -> float:
+    """The largest float if `own` is not finite: NaN is smaller than no limit."""
     difference = torch.linalg.vector_norm(own.double().to(expected.device) - expected)
-    return float(difference / torch.linalg.vector_norm(expected).clamp_min(1e-12))
+    error = difference / torch.linalg.vector_norm(expected).clamp_min(1e-12)
+    return float(error.nan_to_num(nan=sys.float_info.max))
