@@ -30,6 +30,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
+from tests.nodes import free_port
+
 T = TypeVar("T")
 Device = Literal["cpu", "cuda"]
 
@@ -167,7 +169,7 @@ def run_ranks(
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500" if init else str(_free_port()),
+            "MASTER_PORT": "29500" if init else str(free_port()),
             "GLOO_SOCKET_IFNAME": _loopback(),
             **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
             **(env or {}),
@@ -335,13 +337,6 @@ def _loopback() -> str:
     """The name of the loopback interface: `lo` on Linux, `lo0` on macOS."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), names[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # ------------------------------------------------------------------------------------------------ the rank process

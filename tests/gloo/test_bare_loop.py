@@ -1,27 +1,16 @@
 """examples/bare_loop.py runs as it is, in one process and in several, and trains."""
 
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.gloo.test_examples_run import run_script
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gloo
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "bare_loop.py"
 LOSS = re.compile(r"step +\d+  loss ([0-9.]+)")
-
-
-def run_script(rank: int, world_size: int, arguments: list[str], log: str) -> None:
-    """Runs the script in this rank; what the main process prints goes to a file."""
-    sys.argv = [str(SCRIPT), *arguments]
-    sys.path.insert(0, str(SCRIPT.parent))
-    if rank == 0:
-        sys.stdout = open(log, "w", buffering=1)  # noqa: SIM115 - closed with the process
-    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 def arguments_of(folder: Path, strategies: str) -> list[str]:
@@ -44,7 +33,7 @@ def check(folder: Path, text: str) -> None:
 
 def test_trains_on_two_ranks(tmp_path):
     log = tmp_path / "log.txt"
-    run_ranks(2, run_script, arguments_of(tmp_path, "dp2:256@1024,tp2:1024"), str(log))
+    run_ranks(2, run_script, "bare_loop.py", arguments_of(tmp_path, "dp2:256@1024,tp2:1024"), str(log))
     text = log.read_text()
     assert "dp2" in text
     assert "tp2" in text
@@ -53,6 +42,8 @@ def test_trains_on_two_ranks(tmp_path):
 
 def test_a_wrong_number_of_processes_is_named(tmp_path):
     log = str(tmp_path / "log.txt")
-    [run] = run_ranks(1, run_script, arguments_of(tmp_path, "dp2:128"), log, init=False, expect_failure=True)
+    [run] = run_ranks(
+        1, run_script, "bare_loop.py", arguments_of(tmp_path, "dp2:128"), log, init=False, expect_failure=True
+    )
     assert "the strategies need 2 processes and 1 are running" in run.error
     assert "accelerate launch --multi_gpu --num_processes 2" in run.error

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from peft import PeftModel
 
+from tests.gloo.test_examples_run import run_script
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gloo
@@ -15,20 +16,11 @@ pytestmark = pytest.mark.gloo
 SCRIPT = Path(__file__).parents[2] / "examples" / "chat_lora.py"
 
 
-def run_script(rank: int, world_size: int, arguments: list[str], log: str) -> None:
-    """Runs the script in this rank; what the main process prints goes to a file."""
-    sys.argv = [str(SCRIPT), *arguments]
-    sys.path.insert(0, str(SCRIPT.parent))
-    if rank == 0:
-        sys.stdout = open(log, "w", buffering=1)  # noqa: SIM115 - closed with the process
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-
-
 @pytest.mark.slow
 def test_an_adapter_learns_from_conversations(tmp_path, monkeypatch):
     arguments = ["--use_cpu", "--output_dir", str(tmp_path / "out"), "--max_steps", "8", "--hotspa_report", "False"]
     arguments += ["--hotspa_strategies", "dp2:256@1024,tp2:1024", "--logging_steps", "1", "--save_strategy", "no"]
-    run_ranks(2, run_script, [*arguments, "--report_to", "none"], str(tmp_path / "log.txt"))
+    run_ranks(2, run_script, "chat_lora.py", [*arguments, "--report_to", "none"], str(tmp_path / "log.txt"))
     text = (tmp_path / "log.txt").read_text()
     first, last = map(float, re.search(r"loss ([0-9.]+) -> ([0-9.]+); the adapter is in", text).groups())
     assert last < first - 0.5

@@ -3,7 +3,6 @@
 Whole runs that are killed again and again are in test_kills.py.
 """
 
-import argparse
 import contextlib
 import ctypes
 import errno
@@ -23,12 +22,12 @@ from transformers.trainer_callback import ExportableState
 from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, check_step, checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
-from hf_hotspa.commands.checkpoint_files import add_parsers
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError, UnsavableError
 from tests.checkpoints import FaultyDisk, die, memory_folder, tiny_manifest, write_rank
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks
 from tests.training_runs import STEPS, contents_of_shares, make_trainer, one_run, train
+from tests.unit.test_checkpoint_commands import command
 
 pytestmark = pytest.mark.gloo
 
@@ -460,13 +459,6 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ export
-
-
-def command(*words):
-    parser = argparse.ArgumentParser()
-    add_parsers(parser.add_subparsers(dest="command", required=True))
-    args = parser.parse_args([str(word) for word in words])
-    return args.answer(args) or 0
 
 
 def tokenizer():

@@ -24,6 +24,7 @@ from hf_hotspa.packing.pipeline_order import choose_passes
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo.test_benchmarks_run import run_quick
+from tests.gloo.test_resume import train_without_steps
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
 from tests.training_runs import contents, make_trainer, newest, same_bits, train, whole_state
@@ -346,15 +347,6 @@ def trainer_runs(rank: int, world_size: int, folder: str) -> list[Any]:
         evaluated = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
         found.append(((losses, rates, evaluated), printed.getvalue()))
     return found
-
-
-def train_without_steps(trainer: Any, checkpoint: Any) -> dict[int, float]:
-    """Loads a checkpoint and saves it again."""
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer._save_checkpoint(None, None)
-    trainer._hotspa.checkpoints.close()
-    trainer.close_engine()
-    return {}
 
 
 def test_the_trainer_saves_resumes_and_evaluates_between_mini_batches() -> None:

@@ -188,14 +188,15 @@ def test_answers_that_have_nothing_to_divide_are_refused(tmp_path):
 # -- migrate ------------------------------------------------------------------------------------------------------------
 
 
-def migrating_runs(rank, world_size, runs):
+def watched_runs(rank, world_size, runs, kind):
+    """Of each run its losses, and what a callback of a kind found."""
     found = []
     for folder, resume, options in runs:
         with said_to_take(rank, is_slow, product_share=0.8):
             trainer = make_trainer(folder, world_size, **options)
-            given = Given(trainer)
-            trainer.add_callback(given)
-            found.append((train(trainer, resume), given.found))
+            watch = kind(trainer)
+            trainer.add_callback(watch)
+            found.append((train(trainer, resume), watch.found))
     return found
 
 
@@ -226,7 +227,7 @@ def test_migrate_gives_columns_away_and_goes_on_bit_for_bit(tmp_path, lora, rank
     runs = [(str(tmp_path / "a"), None, common)]
     runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in points]
     runs += [(str(tmp_path / "off"), None, {**common, "hotspa_stragglers": "off", "save_strategy": "no"})]
-    (losses, given), *resumed, (plain, none) = run_ranks(ranks, migrating_runs, runs)[0]
+    (losses, given), *resumed, (plain, none) = run_ranks(ranks, watched_runs, runs, Given)[0]
     assert none == [[]] * STEPS
     assert [step for step, [shares] in enumerate(given, 1) if any(shares)] == [6, 7, 8, 9]
     assert given[5][0][1] > (0.6 if ranks == 4 else 0.55)  # a single helper is slower with it, and so takes less
@@ -238,17 +239,6 @@ def test_migrate_gives_columns_away_and_goes_on_bit_for_bit(tmp_path, lora, rank
 
 
 # -- resize -------------------------------------------------------------------------------------------------------------
-
-
-def resized_runs(rank, world_size, runs):
-    found = []
-    for folder, resume, options in runs:
-        with said_to_take(rank, is_slow, product_share=0.8):
-            trainer = make_trainer(folder, world_size, **options)
-            lineages = Lineages(trainer)
-            trainer.add_callback(lineages)
-            found.append((train(trainer, resume), lineages.found))
-    return found
 
 
 class Lineages(TrainerCallback):
@@ -268,7 +258,7 @@ def test_resize_leaves_columns_out_says_so_and_goes_on_bit_for_bit(tmp_path):
     runs = [(str(tmp_path / "a"), None, common)]
     runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in (5, 8)]
     runs += [(str(tmp_path / "off"), None, {**common, "hotspa_stragglers": "off", "save_strategy": "no"})]
-    by_rank = run_ranks(4, resized_runs, runs)
+    by_rank = run_ranks(4, watched_runs, runs, Lineages)
     (losses, lineages), *resumed, (plain, _) = by_rank[1]
     left_out = [step for step, columns in enumerate(lineages, 1) if columns]
     assert left_out == [6, 7, 8, 9]

@@ -66,9 +66,13 @@ def _eval_loader(kit: Kit) -> Seen:
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
             return super().get_eval_dataloader(self.eval_dataset[:7])
 
+    return _evaluated(kit, Own)
+
+
+def _evaluated(kit: Kit, cls: Any) -> Seen:
     rows = kit.rows()
     args = kit.arguments(eval_strategy="steps", eval_steps=2)
-    return kit.train(kit.trainer(Own, args=args, train_dataset=rows, eval_dataset=rows))
+    return kit.train(kit.trainer(cls, args=args, train_dataset=rows, eval_dataset=rows))
 
 
 def _own_eval_loader(kit: Kit) -> Seen:
@@ -76,9 +80,7 @@ def _own_eval_loader(kit: Kit) -> Seen:
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
             return DataLoader(self.eval_dataset, batch_size=6, collate_fn=padded)
 
-    rows = kit.rows()
-    args = kit.arguments(eval_strategy="steps", eval_steps=2)
-    return kit.train(kit.trainer(Own, args=args, train_dataset=rows, eval_dataset=rows))
+    return _evaluated(kit, Own)
 
 
 def _step(kit: Kit) -> Seen:
