@@ -21,11 +21,7 @@ _descriptors: dict[str, int] = {}  # open files by locked path. Closing any desc
 
 
 class ProcessLock:
-    """A lock on a file.
-
-    Args:
-        path: The file; created when the lock is taken.
-    """
+    """A lock on a file, which is created when the lock is taken."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

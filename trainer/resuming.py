@@ -177,13 +177,7 @@ def check_data_order(
     resumption: Resumption | StockCheckpoint, order: dict[str, Any], loader: Any, args: HotSPaTrainingArguments
 ) -> None:
     """Checks that a run has the same mini-batches as the checkpoint that it resumes from. Raises `ResumeError` if it
-    has others.
-
-    Args:
-        order: The run's (`data_order`).
-        loader: Its train data loader.
-        args: Its arguments.
-    """
+    has others. `order`: the run's (`data_order`). `loader`: its train data loader."""
     if isinstance(resumption, StockCheckpoint):
         if has_length(loader):  # of a stream it is unknown
             accumulation: int = vars(args)["gradient_accumulation_steps"]

@@ -89,13 +89,8 @@ def stage_seconds(
     message: float, inter_bandwidth: float, intra_bandwidth: float, tp: int, pp: int, num_micro_batches: int
 ) -> float:
     """`T_pp`: seconds of a batch's messages between stages. Each tp rank sends its share of a message to the next
-    stage, which gathers the shares inside the node.
-
-    Args:
-        message: Bytes.
-        inter_bandwidth: Between stages, in bytes per second.
-        intra_bandwidth: Between tp ranks, in bytes per second.
-    """
+    stage, which gathers the shares inside the node. `message`: bytes. `inter_bandwidth`: between stages, in bytes per
+    second. `intra_bandwidth`: between tp ranks, in bytes per second."""
     if pp == 1:
         return 0.0
     sends = 2 * num_micro_batches + 2 * (pp - 1)

@@ -151,13 +151,8 @@ def interleaved_events(pipeline: Pipeline) -> list[Event]:
 
 
 def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:
-    """Returns the seconds until all independent loads are done, if started together.
-
-    Args:
-        loads: Processor seconds on each rank of a load.
-        ranks_per_load: Ranks that work on a load together.
-        slots: Ranks that compute at a time.
-    """
+    """Returns the seconds until all independent loads are done, if started together. `loads`: processor seconds on each
+    rank of a load. `ranks_per_load`: ranks that work on a load together. `slots`: ranks that compute at a time."""
     seconds = done = 0.0
     for left, load in zip(range(len(loads), 0, -1), sorted(loads), strict=True):
         seconds += (load - done) * max(1.0, left * ranks_per_load / slots)
@@ -410,12 +405,8 @@ class TimeModel:
         self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None, *, enough: float = math.inf
     ) -> float:
         """Returns the seconds of a phase without its switch: of the busiest replica, or of all if they share cores.
-
-        Args:
-            replicas: The packs of each replica, in order.
-            most_tokens: The most tokens in flight in a pipeline; None for no limit.
-            enough: Stop once a replica takes longer than this, without simulating the others.
-        """
+        `replicas`: the packs of each replica, in order. `most_tokens`: the most tokens in flight in a pipeline; None
+        for no limit. `enough`: stop once a replica takes longer than this, without simulating the others."""
         busy = [packs for packs in replicas if packs]
         if not busy:
             return 0.0

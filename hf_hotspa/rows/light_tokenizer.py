@@ -22,11 +22,8 @@ _NAMED = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
 class LightTokenizer:
     """The tokenizer of a folder. As in transformers, `tokenizer.json` decides on special tokens at both ends of a text.
     Raises `OSError`: there is no `tokenizer.json`. Raises `Exception`: from `tokenizers`, if the file is damaged.
-
-    Args:
-        folder: Holds `tokenizer.json`; `tokenizer_config.json`, `chat_template.jinja` and
-            `additional_chat_templates/*.jinja` are optional.
-    """
+    `folder`: holds `tokenizer.json`; `tokenizer_config.json`, `chat_template.jinja` and
+    `additional_chat_templates/*.jinja` are optional."""
 
     is_fast = True
     padding_side = "right"

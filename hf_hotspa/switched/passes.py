@@ -405,12 +405,8 @@ class TrainedStep:
 
 
 class Passes:
-    """Runs documents through the strategies of an engine.
-
-    Args:
-        columns: What the engine's token loss reads beside tokens.
-        drop: Called on all ranks if a pass fails.
-    """
+    """Runs documents through the strategies of an engine. `columns`: what the engine's token loss reads beside tokens.
+    `drop`: called on all ranks if a pass fails."""
 
     def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...], drop: Callable[[], None]) -> None:
         self.engine, self._device, self._drop = engine, engine.device, drop

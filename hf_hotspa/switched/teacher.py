@@ -225,17 +225,11 @@ class _Layers(Attachment):
 
 
 class Teacher:
-    """A frozen model to compare a trained one with. Keeps `model` unchanged; its weights are divided over the ranks like
-    the student's, in the dtype that the model has.
-
-    Args:
-        model: A transformers causal language model with weights and the student's vocabulary, of any size.
-        student: The engine of the trained model.
-
-    Raises:
-        HotspaError: on every rank: the model cannot run under a strategy of the student, or has another vocabulary; stages
-            of the student update by themselves.
-    """
+    """A frozen model to compare a trained one with. Keeps `model` unchanged; its weights are divided over the ranks
+    like the student's, in the dtype that the model has. `model`: a transformers causal language model with weights and
+    the student's vocabulary, of any size. `student`: the engine of the trained model. Raises `HotspaError`: on every
+    rank: the model cannot run under a strategy of the student, or has another vocabulary; stages of the student update
+    by themselves."""
 
     def __init__(self, model: nn.Module, student: HotSPaEngine) -> None:
         if student.updates is not None:

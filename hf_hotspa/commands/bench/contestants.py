@@ -102,17 +102,9 @@ def save_model(config: dict[str, Any], folder: str) -> int:
 
 
 def run(rank: int, world_size: int, side: Contestant, work: Work, micro_rows: int = 0) -> dict[str, Any]:
-    """Trains one side's turn on this rank. Collective.
-
-    Args:
-        side: Who trains.
-        work: What it trains.
-        micro_rows: Rows of a stock micro-batch; 0 to find the fastest by trial.
-
-    Returns:
-        `seconds` of each mini-batch on the slowest rank, without the warm-up; its `losses`; `peak_bytes` of the fullest
-        rank (0 on CPU); `micro_rows` of a stock micro-batch; and what `ran`.
-    """
+    """Trains one side's turn on this rank. Collective. `micro_rows`: rows of a stock micro-batch; 0 to find the
+    fastest by trial. Returns `seconds` of each mini-batch on the slowest rank, without the warm-up; its `losses`;
+    `peak_bytes` of the fullest rank (0 on CPU); `micro_rows` of a stock micro-batch; and what `ran`."""
     AttentionInterface.register(STOCK_KERNEL, varlen_of_stock)
     AttentionMaskInterface.register(STOCK_KERNEL, lambda *args, **kwargs: None)
     agreement = Agreement(backends.host_group(), rank)

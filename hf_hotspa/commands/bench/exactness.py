@@ -42,12 +42,8 @@ def pools(ranks: int) -> list[str]:
 
 
 def run(rank: int, world_size: int, cuda: bool) -> dict[str, Any]:
-    """Checks all pools on this rank. Collective.
-
-    Returns:
-        Per pool, the relative errors of the `loss` and of the `gradient` that differs most, of all ranks, and that
-        gradient's `parameter`.
-    """
+    """Checks all pools on this rank. Collective. Returns, by pool, the relative errors of the `loss` and of the
+    `gradient` that differs most, of all ranks, and that gradient's `parameter`."""
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     rows = [row | {"labels": row["input_ids"]} for row in make_rows(LENGTHS, _VOCABULARY, seed=3)]
     loss, gradients = _reference(_model(), rows)

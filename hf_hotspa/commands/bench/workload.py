@@ -95,13 +95,7 @@ def llama(hidden: int, layers: int, vocabulary: int, longest: int) -> dict[str, 
 
 @dataclass(frozen=True)
 class LengthFile:
-    """The rows of one contest.
-
-    Args:
-        name: One of `LENGTHS`.
-        lengths: In tokens, of all rows.
-        rows: Of a mini-batch.
-    """
+    """The rows of one contest. `name`: one of `LENGTHS`. `lengths`: in tokens, of all rows. `rows`: of a mini-batch."""
 
     name: str
     lengths: tuple[int, ...]

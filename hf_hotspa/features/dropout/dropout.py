@@ -314,11 +314,7 @@ def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_hea
 
 
 class EmbeddingNoise:
-    """A forward hook for the embedding module; does nothing in eval mode.
-
-    Args:
-        alpha: `neftune_noise_alpha`.
-    """
+    """A forward hook for the embedding module; does nothing in eval mode. `alpha`: `neftune_noise_alpha`."""
 
     def __init__(self, alpha: float, seed: int) -> None:
         self._alpha, self._seed = alpha, seed

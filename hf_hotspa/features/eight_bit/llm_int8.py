@@ -65,11 +65,7 @@ class Int8Product(LinearProduct):
 
 @dataclass(frozen=True)
 class LLMInt8(RowCodes):
-    """Of bitsandbytes.
-
-    Args:
-        threshold: From which on an activation is an outlier; 0 for none.
-    """
+    """Of bitsandbytes. `threshold`: from which on an activation is an outlier; 0 for none."""
 
     threshold: float
 

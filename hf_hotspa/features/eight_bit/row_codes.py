@@ -22,12 +22,8 @@ SCALES = "scales"
 
 @dataclass(frozen=True)
 class RowCodes:
-    """A linear layer in 8 bits as plain data: a `model.packed_layer.PackedLayer`.
-
-    Args:
-        shape: Shape of its weight, [out, in].
-        bias: Whether it has a bias.
-    """
+    """A linear layer in 8 bits as plain data: a `model.packed_layer.PackedLayer`. `shape`: shape of its weight, [out,
+    in]. `bias`: whether it has a bias."""
 
     shape: tuple[int, int]
     bias: bool

@@ -174,11 +174,8 @@ def _check_blocks(name: str, shape: tuple[int, ...], block: int) -> None:
 
 
 def read_experts(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, FourBitExperts]:
-    """The hook `describe`: see `model.packed_layer.packed_layers`.
-
-    Raises:
-        ModelError: blocks of a parameter are not of one row each.
-    """
+    """The hook `describe`: see `model.packed_layer.packed_layers`. Raises `ModelError`: blocks of a parameter are not
+    of one row each."""
     packed = dict[str, FourBitExperts]()
     bnb = sys.modules.get("bitsandbytes.nn.parametrize")  # an object of a module that was never imported does not exist
     if bnb is None:
@@ -205,11 +202,8 @@ def read_experts(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[st
 
 
 class ExpertWeight:
-    """One parameter of a replica's experts, dequantized expert by expert: a `model.packed_layer.Product`.
-
-    Args:
-        module: Has the codes (uint8) of this rank's experts as `original`, and their scales as `absmax`.
-    """
+    """One parameter of a replica's experts, dequantized expert by expert: a `model.packed_layer.Product`. `module`: has
+    the codes (uint8) of this rank's experts as `original`, and their scales as `absmax`."""
 
     def __init__(self, module: nn.Module, layer: FourBitExperts) -> None:
         self._module, self._layer, self._shape = module, layer, layer.shape[1:]

@@ -20,11 +20,8 @@ from hf_hotspa.model.packed_product import LinearProduct, library_layers
 
 @dataclass(frozen=True)
 class FourBit(FourBitWeight):
-    """A linear layer in 4 bits as plain data: a `model.packed_layer.PackedLayer`.
-
-    Args:
-        options: Further arguments of its class.
-    """
+    """A linear layer in 4 bits as plain data: a `model.packed_layer.PackedLayer`. `options`: further arguments of its
+    class."""
 
     options: Mapping[str, Any]
 
@@ -63,11 +60,8 @@ class FourBit(FourBitWeight):
 
 
 def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, FourBit]:
-    """The hook `describe`: see `model.packed_layer.packed_layers`.
-
-    Raises:
-        ModelError: a layer was not quantized, or a forward in evaluation has repacked its weights.
-    """
+    """The hook `describe`: see `model.packed_layer.packed_layers`. Raises `ModelError`: a layer was not quantized, or a
+    forward in evaluation has repacked its weights."""
     narrow = compute_dtype in (torch.bfloat16, torch.float16)
     packed = {}
     for name, module in library_layers(model, "bitsandbytes.nn", "Linear4bit"):

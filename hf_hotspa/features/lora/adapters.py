@@ -160,11 +160,8 @@ class Adapters:
 
 
 def read_adapters(model: nn.Module) -> Adapters | None:
-    """The adapter of the user's model; None for a model without one.
-
-    Raises:
-        UnsupportedError: it has adapters that cannot be trained exactly; named, with what to do.
-    """
+    """The adapter of the user's model; None for a model without one. Raises `UnsupportedError`: it has adapters that
+    cannot be trained exactly; named, with what to do."""
     if "peft" not in sys.modules:
         return None
     if not is_wrapped(model):

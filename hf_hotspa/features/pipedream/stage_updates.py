@@ -33,13 +33,9 @@ from hf_hotspa.strategy import Strategy
 
 
 class StageUpdates:
-    """The optimizer steps of this rank's part of its stage.
-
-    Args:
-        master: With each stage's part on its ranks.
-        mode: Which version each pack uses, and to which norm a stage clips.
-        stage: The ranks of the stage; None for this rank alone.
-    """
+    """The optimizer steps of this rank's part of its stage. `master`: with each stage's part on its ranks. `mode`:
+    which version each pack uses, and to which norm a stage clips. `stage`: the ranks of the stage; None for this rank
+    alone."""
 
     def __init__(self, master: MasterStore, mode: PipeDream, stage: dist.ProcessGroup | None) -> None:
         self._master, self._stage, self.mode = master, stage, mode

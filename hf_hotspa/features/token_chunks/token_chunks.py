@@ -362,13 +362,8 @@ class Chunk(Pack):
 
 
 class ChunkRunner(PackRunner):
-    """Runs a replica's packs in chunks.
-
-    Args:
-        stage: One that has all layers, or the last of a pipeline on this rank.
-        strategy: Gives the chunk size in tokens.
-        pair_cost: See `cut_into_chains`; for pipelines.
-    """
+    """Runs a replica's packs in chunks. `stage`: one that has all layers, or the last of a pipeline on this rank.
+    `strategy`: gives the chunk size in tokens. `pair_cost`: see `cut_into_chains`; for pipelines."""
 
     def __init__(self, stage: Stage, strategy: Strategy, pair_cost: float) -> None:
         super().__init__(stage)
