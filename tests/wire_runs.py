@@ -150,6 +150,41 @@ def heads(case: Case, rank: int, world_size: int, folder: str) -> None:
     called.close()
 
 
+def images(case: Case, rank: int, world_size: int, folder: str) -> None:
+    """Rows with images, of sizes that differ by rank: towers that train, asked for outputs between two steps."""
+    from hf_hotspa.switched.model import SwitchedModel
+    from tests.vision_models import batch_of_images, rows_with_images, vision_model
+
+    model = vision_model(case.family, torch.float32)
+    called = SwitchedModel(model, parse_buckets(case.buckets)).train()
+    for seed in range(2):
+        batch = batch_of_images(case.family, rows_with_images(case.family, rank, seed), torch.float32)
+        called(**batch).loss.backward()
+        called.flush()
+        with torch.no_grad():
+            called(**batch).logits.whole()
+    called.close()
+
+
+def distillation(case: Case, rank: int, world_size: int, folder: str) -> None:
+    """A student with a teacher of another size, whose rows and weights move with the student's."""
+    from hf_hotspa.switched.teacher import Teacher
+    from tests.switched import batch_of, rows_of, step, switched
+
+    student = tiny_model(case.family, num_hidden_layers=case.layers, vocab_size=203)
+    called = switched(student, case.buckets, **case.options)
+    given = tiny_model(case.family, num_hidden_layers=case.layers + 1, vocab_size=203, hidden_size=96).eval()
+    teacher = Teacher(given, called.engine)
+
+    def loss(model: Any, batch: Any) -> Any:
+        return model(**batch, against=teacher.against(0.5, 1.0)).divergence.sum() / 37
+
+    for seed in range(2):
+        step(called, loss, batch_of(rows_of(rank, student, 3 + rank % 2, seed=seed)), double=False)
+    teacher.close()
+    called.close()
+
+
 def trainer(case: Case, rank: int, world_size: int, folder: str) -> None:
     """Training with saves, resumed once, and an evaluation."""
     from tests.training_runs import make_trainer, train
@@ -165,6 +200,7 @@ def trainer(case: Case, rank: int, world_size: int, folder: str) -> None:
 
 RUNS: dict[str, Run] = {
     "engine": engine, "step": step, "long stretches": long_stretches, "stages": stages, "hand over": hand_over, "scoring": scoring, "trainer": trainer, "adapters": engine, "heads": heads,
+    "images": images, "distillation": distillation,
 }  # fmt: skip
 
 # -- cases ------------------------------------------------------------------------------------------------------------------
@@ -218,6 +254,9 @@ CASES: tuple[Case, ...] = (
     # -- callers
     _case("scoring", 4, "dp4:14@64,dp2tp2:40@96,tp2pp2:64@128", run="scoring"),
     _case("heads of single tokens", 4, "dp4:16@64,tp2pp2+ck9:40@128,dp2cp2:64@192", run="heads"),
+    _case("images", 4, "dp4:24,dp2tp2:60,cp2tp2+sp:200", run="images", family="qwen3_vl"),
+    _case("images, weights divided", 4, "dp2pp2+z2:24,cp4+z3+rc:200", run="images", family="gemma3"),
+    _case("distillation", 4, "dp4:14@64,dp2tp2+sp:40@96,tp2pp2:64@128", run="distillation"),
     _case("adapters", 4, "dp4:20@32,tp4:40@48,tp2pp2:62@70,dp2cp2:64@80", run="adapters", **_BESIDE),
     _case("trainer: evaluation, saves, resume", 4, "dp4:16@32,dp2tp2:32,tp2pp2:60", run="trainer"),
     # -- two ranks
@@ -230,6 +269,7 @@ CASES: tuple[Case, ...] = (
     _case("experts", 2, "dp2ep2:62@64", family=MIXTURE),
     _case("weights divided (+z3)", 2, "dp2+z3:40@64,pp2+z2:62@64"),
     _case("scoring", 2, "dp2:14@64,tp2+rc+ck7:40@96,pp2:64@128", run="scoring"),
+    _case("images", 2, "dp2:24,tp2+sp+ck9:200", run="images", family="qwen3_vl"),
     _case("trainer: evaluation, saves, resume", 2, "dp2:16@32,tp2:60", run="trainer"),
     # -- eight ranks
     _case("pipeline of four stages, tp2", 8, "tp2pp4:62@64", num_rows=14, pipeline_schedule="own"),
