@@ -178,6 +178,7 @@ class Rows:
 
     Attributes:
         sampled: Whether longer rows may come than `tables` has found.
+        fields: The columns of the data sets that `tables` was given, and what the first batches hold, by name.
         evaluated: The last evaluated data set; None before.
         order: The order of the training rows.
         parts: The parts of the training stream that ranks read by themselves.
@@ -192,6 +193,7 @@ class Rows:
         self._collators = list[RowCollator]()
         self._longest: int | None = None
         self.sampled, self.evaluated, self.default_collator, self._logged = False, None, None, set[str]()
+        self.fields = set[str]()
         # distributes the rows of an explicit `hotspa_mini_batch_size`, if set
         self.sampler: MiniBatchSampler | None = None
         self.parts, self.order = StreamParts(None, self._args), RowOrder()
@@ -447,10 +449,13 @@ class Rows:
             return [self.scan(dataset)[1] for dataset in sets.values()]
 
         self.sampled = loader is not None and not (self.can_scan(trained) and self.collates_for(loader))
+        self.fields = {name for d in (trained, *evaluated) for name in getattr(d, "column_names", None) or ()}
         trained = None if self.sampled else trained
         tables = agreement.run("auto strategies", scanned)
         if self.sampled:
-            tables.insert(0, lengths_of_first(loader, _SAMPLED_BATCHES, agreement, self.has_own_labels))
+            first, fields = lengths_of_first(loader, _SAMPLED_BATCHES, agreement, self.has_own_labels)
+            tables.insert(0, first)
+            self.fields |= fields
         if not tables:
             raise DataError(
                 "hotspa_strategies=auto has no rows to choose strategies for",
@@ -525,12 +530,14 @@ def _unchanged(batch: object) -> object:
     return batch
 
 
-def lengths_of_first(loader: Any, batches: int, agreement: Agreement, has_own_labels: bool = False) -> SequenceTable:
-    """The lengths of the rows of a loader's first batches, of all ranks. Collective.
+def lengths_of_first(
+    loader: Any, batches: int, agreement: Agreement, has_own_labels: bool = False
+) -> tuple[SequenceTable, set[str]]:
+    """The lengths of the rows of a loader's first batches, of all ranks, and the names of what these hold. Collective.
 
     The loader is iterated once more when training begins; the random generators are restored. Raises `HotspaError` on
     every rank if a batch cannot be read, or the loader can be iterated only once."""
-    state = random_state()
+    state, fields = random_state(), set[str]()
 
     def read() -> list[int]:
         if iter(loader) is loader or _is_spent(loader):
@@ -542,6 +549,7 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement, has_own_la
         lengths = list[int]()
         for batch in islice(loader, batches):
             read = batch if has_own_labels else collating.without_padded_from(batch)
+            fields.update(read)
             known = _INPUTS if has_own_labels else (*ROW_COLUMNS, *FLAT_COLUMNS)
             names = [name for name in known if isinstance(read.get(name), Tensor)]
             columns = {name: read[name] for name in names}
@@ -552,7 +560,9 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement, has_own_la
         mine = agreement.run("auto strategies", read)
     finally:
         set_random_state(state, "the first batches")
-    return SequenceTable.from_lengths(torch.cat(agreement.vectors(torch.tensor(mine, dtype=torch.int64))).numpy())
+    lengths = torch.cat(agreement.vectors(torch.tensor(mine, dtype=torch.int64)))
+    names = chain.from_iterable(text.split() for text in agreement.texts(" ".join(sorted(fields))))
+    return SequenceTable.from_lengths(lengths.numpy()), set(names)
 
 
 _ANY = 1 << 40

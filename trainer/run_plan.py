@@ -14,12 +14,12 @@ by all.
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
@@ -66,6 +66,7 @@ from hf_hotspa.search.offers import divided
 from hf_hotspa.search.race import Race
 from hf_hotspa.search.single import Singles, SingleStrategy, with_single
 from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
+from hf_hotspa.switched.passes import SideInputs
 from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments, argument_options
 from hf_hotspa.typed import reading_state
 
@@ -74,14 +75,13 @@ logger = logging.getLogger(__name__)
 _ROUNDS = Strategy(pp=2, v=2)  # the smallest pipeline with several stages on each rank
 
 
-def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may_divide: bool) -> list[Strategy]:
-    """Every strategy that a run may have, with every choice of options. `may_divide`: whether the loss can be computed
-    for parts of sequences (cp)."""
+def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments) -> list[Strategy]:
+    """Every strategy that a run may have, with every choice of options."""
     every = min(args.hotspa_recompute_every, shape.num_layers)
     options = strategies_with_options(args.world_size, shape)
     plain = list(dict.fromkeys(s.recomputing(every) for s in options))
     run, teacher = run_options(args), args.scoring.teacher
-    wanted = [*plain, *(s for s in divided(plain, shape, run) if may_divide or s.cp == 1)]
+    wanted = [*plain, *divided(plain, shape, run)]
     if teacher is not None:
         wanted = [s for s in wanted if s.unsupported_reason(teacher.shape) is None]
     # with a capacity of experts every strategy computes complete packs; if no strategy can, the engine raises the error
@@ -165,7 +165,7 @@ class RunPlan:
         self.take_cut(description)
         if (cost := self._cost) is not None:
             self._shape = description.shape
-            legal = searched_strategies(self._shape, self._args, may_divide=True)
+            legal = searched_strategies(self._shape, self._args)
             self._legal = [s for s in legal if cost.time.knows(s)]
             self._switch = cost.switch_seconds([*(bucket.strategy for bucket in self.buckets), *self._legal])
         if self._args.process_index == 0:
@@ -452,14 +452,14 @@ def prepare_auto(
     mini_batch_size: int,
     *,
     sampled: bool = False,
-    may_chunk: bool = True,  # whether the loss can be computed for parts of sequences (`+ck`, cp)
+    fields: Collection[str] = (),  # what rows and batches have, by name; the same on all ranks
 ) -> AutoStrategies:
     """Plans a run. Collective; all ranks make the same plan, or raise the same error. `read_tables`: returns the scans
     of the data set and of the sets that are only evaluated; called on every rank. `sampled`: whether longer rows may
     come than the scanned ones: all that model and memory allow must fit. Raises `HotspaError` on every rank if an
     untrainable model, an unusable calibration, or a limit under which nothing fits."""
     description, tables = _agreed_inputs(model, args, agreement, read_tables)
-    strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
+    strategies, may_chunk = _strategies_for(description, args, fields)
     # on one process there is no choice to make by seconds
     alone, longest = args.world_size == 1, max(int(table.longest_of_rows.max(initial=1)) for table in tables)
     # the effect of the strategies' options follows from the others
@@ -504,6 +504,18 @@ def prepare_auto(
     watched = (LengthsSeen(tables[0].sequence_lengths), renewed) if sampled and not alone else None
     known = calibration is not None, watched, _learner(calibration, args)
     return AutoStrategies(Chosen(plan, cost, singles, vector.measured, fits, *known), args)
+
+
+def _strategies_for(
+    description: ModelDescription, args: HotSPaTrainingArguments, fields: Collection[str]
+) -> tuple[list[Strategy], bool]:
+    """The strategies for rows with such fields, and whether sequences may be in chunks, too. If tokens may come that see
+    later ones beside them, nothing parts these."""
+    side, shape = cast(SideInputs | None, description.side_inputs), description.shape
+    strategies = searched_strategies(shape, args)
+    if side is None or not (shape.both_ways_in_blocks and side.comes_with(fields)):
+        return strategies, True
+    return [s for s in strategies if run_options(args).keeps_sequences(s, shape)], False
 
 
 def _learner(

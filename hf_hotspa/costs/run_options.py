@@ -46,6 +46,12 @@ class RunOptions:
             return False
         return True
 
+    def keeps_sequences(self, strategy: Strategy, shape: ModelShape) -> bool:
+        """Whether attention has each sequence as a whole, under a strategy that can run."""
+        if strategy.cuts_packs:
+            return False
+        return strategy.cp == 1 or choose_way(strategy, shape, self.context_parallel) == ULYSSES
+
     def _check(self, strategy: Strategy, shape: ModelShape) -> None:
         check_runs(self.schedule, strategy)
         for settings in self.features:

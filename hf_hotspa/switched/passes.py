@@ -322,6 +322,9 @@ class SideInputs(Protocol):
     @property
     def in_blocks(self) -> bool: ...
 
+    def comes_with(self, fields: Collection[str]) -> bool:
+        """Whether rows may have some, by the names of a data set's columns and of what batches hold."""
+
     def counted(self, given: Mapping[str, Any], documents: list[Document]) -> list[Document]:
         """The documents of a batch with their `side`. `given`: arguments by name. Raises `HotspaError`: naming the row."""
 

@@ -5,13 +5,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional
+from transformers import BitsAndBytesConfig
 
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.features.images import towers
+from hf_hotspa.features.pipedream.mode import PipeDream
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.switched.teacher import Teacher
 from tests.harness import run_ranks
 from tests.images import errors_of, gradients_of, image_errors
 from tests.oracle import exact_in_double
@@ -184,6 +188,55 @@ def refusals(rank, world):
             texts.append(str(error))
         switched.close()
     return texts
+
+
+def quantized_towers():
+    """Gemma 3 as QLoRA recipes load it: every linear layer in 4 bits, and adapters on the language model."""
+    plain = vision_model("gemma3", torch.float32)
+    given = {"config": plain.config, "state_dict": plain.state_dict(), "dtype": torch.float32}
+    model = type(plain).from_pretrained(None, **given, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    return get_peft_model(model, LoraConfig(r=2, target_modules=r".*language_model.*(q_proj|v_proj)"))
+
+
+def drops_in_towers():
+    model = vision_model("gemma3")
+    model.model.vision_tower.encoder.layers[0].self_attn.dropout = 0.1
+    return model
+
+
+def refusals_of_models(rank, world):
+    texts, teacher = [], vision_model("gemma3").eval()
+    clip = {"pixel_values_videos": torch.ones(4, 6), "video_grid_thw": torch.tensor([[1, 2, 2]])}
+    cases = [
+        ("gemma3", drops_in_towers(), "dp2:200", (), {}),
+        ("gemma3", quantized_towers(), "dp2:200", (), {}),
+        ("llava", vision_model("llava"), "pp2:200", (PipeDream(),), {}),
+        ("gemma3", vision_model("gemma3"), "dp2:200", (), {"against": True}),
+        ("qwen3_vl", vision_model("qwen3_vl"), "dp2:200", (), clip),
+        ("gemma3", vision_model("gemma3"), "dp2:200", (), {"input_features": torch.ones(1, 4, 6)}),
+    ]
+    for family, model, buckets, features, more in cases:
+        switched = SwitchedModel(model, parse_buckets(buckets), EngineOptions(features=features)).train()
+        batch = batch_of_images(family, rows_with_images(family, 0), torch.float64)
+        if "against" in more:
+            more = {"against": Teacher(teacher, switched.engine).against(1.0, 1.0)}
+        try:
+            switched(**batch | (more if rank == 0 or "against" in more else {})).loss.backward()
+        except HotspaError as error:
+            texts.append(str(error))
+        switched.close()
+    return texts
+
+
+def test_models_and_calls_that_cannot_be_exact_are_errors_on_every_rank():
+    words = [
+        "has a probability of 0.1 for zeros", "are quantized", "stages update after every pack",
+        "compared with a teacher", "pixel_values_videos", "input_features",
+    ]  # fmt: skip
+    for texts in run_ranks(2, refusals_of_models, timeout=200):
+        assert len(texts) == len(words)
+        for text, expected in zip(texts, words, strict=True):
+            assert expected in text
 
 
 def test_what_cannot_be_exact_is_an_error_on_every_rank():

@@ -4,6 +4,7 @@ fp64."""
 from copy import copy
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from datasets import Dataset, Features, Image, Sequence, Value
 from transformers import AutoModelForImageTextToText
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT
-from hf_hotspa.errors import HotspaError
+from hf_hotspa.errors import HotspaConfigError, HotspaError
 from tests.gloo.test_trl import FREE
 from tests.harness import run_ranks
 from tests.training_runs import newest, whole_state
@@ -82,6 +83,7 @@ BLOCKS = ("dp2:24@128,tp2+sp:60@128,pp2+rc:256@256", "dp4:24@128,dp2tp2+sp:60@12
 OTHER = ("dp2+z3:256@256", "dp2tp2+rc:256@256")
 SMALL = {**FREE, "per_device_train_batch_size": 3, "max_steps": 5}
 PLAIN = {"per_device_train_batch_size": 3, "max_steps": 3, "remove_unused_columns": False}
+# in fp32 with a larger epsilon: AdamW divides gradients that are rounding noise by themselves
 CASES = {
     "collator": Case("", POOLS, "", PLAIN, family="qwen3_vl", given=partial(collated, "qwen3_vl", False)),
     "collator, evaluated": Case(
@@ -89,6 +91,14 @@ CASES = {
         family="gemma3", given=partial(collated, "gemma3", True), wide=True,
     ),
     "sft": Case("SFT", POOLS, "", {**SMALL, **EVALUATES}, family="qwen3_vl", given=of_images("qwen3_vl", "completion")),
+    "sft in fp32": Case(
+        "SFT", POOLS, "", {**SMALL, **EVALUATES}, family="qwen3_vl", given=of_images("qwen3_vl", "completion"),
+        dtype=torch.float32, wide=True,
+    ),
+    "dpo in fp32": Case(
+        "DPO", BLOCKS, "", {**SMALL, **EVALUATES, "adam_epsilon": 1e-4}, family="gemma3", given=of_images("gemma3", "pair"),
+        reference=True, dtype=torch.float32, wide=True,
+    ),
     "sft of completions": Case(
         "SFT", BLOCKS, "", {**SMALL, "gradient_accumulation_steps": 2, "max_steps": 3}, family="gemma3",
         given=of_images("gemma3", "completion"), wide=True,
@@ -187,3 +197,30 @@ def test_pixels_without_a_collator_are_refused_by_name(tmp_path):
     for text in run_ranks(2, of_processor, str(tmp_path), timeout=200):
         assert "pixel_values" in text, text
         assert "data_collator" in text, text
+
+
+def planned(rank: int, world_size: int, folder: str) -> list[set[str]]:
+    """The fields that the plans of `auto` are told of: rank 0 reads the first images."""
+    seen = list[set[str]]()
+
+    def plan(*_: Any, fields: set[str], **__: Any) -> Any:
+        seen.append(fields)
+        raise HotspaConfigError("planned")
+
+    def given() -> dict[str, Any]:
+        sizes = [(28, 28)] if seen else []
+        rows = image_rows("gemma3", [(9, sizes), *((9, []) for _ in range(7))])
+        return {"train_dataset": rows, "data_collator": partial(batch_of_images, "gemma3")}
+
+    case = Case("", POOLS, "", {**PLAIN, "train_sampling_strategy": "sequential"}, family="gemma3", given=given)
+    for _ in range(2):
+        with patch("hf_hotspa.trainer.run.prepare_auto", plan), pytest.raises(HotspaConfigError, match="planned"):
+            made(case, f"{folder}/{len(seen)}", "auto").train()
+    return seen
+
+
+def test_auto_is_told_of_images_in_the_first_batches_of_any_rank(tmp_path):
+    for without, with_images in run_ranks(2, planned, str(tmp_path), timeout=200):
+        assert "pixel_values" not in without
+        assert "input_ids" in without
+        assert "pixel_values" in with_images

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import ANY
 
 import numpy as np
 import pytest
+import torch
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.cost_model import CostModel
@@ -30,7 +32,9 @@ from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from hf_hotspa.trainer import run_plan
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from tests.calibrations import made_calibration
 from tests.families import tiny_model
+from tests.vision_models import vision_model
 
 SHAPE = ModelShape("llama", 8, 8, 4, 64, 64, 500, 40_000, max_position_embeddings=4096)
 SIZES = ModelSizes(SHAPE, "float32")
@@ -162,6 +166,32 @@ def test_rows_are_looked_at_before_the_machine_is_measured(monkeypatch, tmp_path
     args.hotspa_calibration = "measure"  # else one process, which has nothing to choose between, measures nothing
     with pytest.raises(AssertionError, match="measured"):
         run_plan.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most])], 2)
+
+
+@pytest.mark.parametrize(("family", "parts_images"), [("gemma3", False), ("qwen3_vl", True)])
+def test_images_whose_tokens_see_each_other_are_parted_by_no_strategy(
+    family: str, parts_images: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, asked = vision_model(family, torch.float32), list[tuple[list[Strategy], RunQuestion]]()
+
+    def planned(question: RunQuestion, strategies: list[Strategy], cost: CostModel) -> None:
+        asked.append((strategies, question))
+        raise AssertionError("planned")
+
+    monkeypatch.setattr(HotSPaTrainingArguments, "world_size", 8)
+    costs = {tp: Cost(1e-10, 1e-6 / tp, 1e-5) for tp in (1, 2, 4)}
+    monkeypatch.setattr(run_plan, "agreed_calibration", lambda *_: made_calibration(model, 8, costs))
+    monkeypatch.setattr(run_plan, "make_auto_plan", planned)
+    args = HotSPaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, hotspa_memory_limit_mb=64)
+    for fields in (["input_ids", "labels"], ["text", "images"], ["input_ids", "pixel_values"]):
+        with pytest.raises(AssertionError, match="planned"):
+            run_plan.prepare_auto(
+                model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, 90])], 8, fields=fields
+            )
+    # cp8 gathers keys and values: there are 4 heads to divide
+    parts = [Strategy(cp=8) in strategies and question.may_chunk for strategies, question in asked]
+    assert parts == [True, parts_images, parts_images]
+    assert all(Strategy(4, cp=2) in strategies for strategies, _ in asked)
 
 
 def test_lengths_that_cannot_be_trained_are_refused() -> None:

@@ -7,7 +7,7 @@ else between its towers and its language model raises an error that names it.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hf_hotspa.costs.divided import ULYSSES, choose_way
 from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
 from hf_hotspa.features.images.picture_replica import mask_of_blocks
 from hf_hotspa.features.images.pictures import Encoded, Picture, Wire, backward
@@ -79,6 +78,10 @@ class Towers:
     def in_blocks(self) -> bool:
         """See `SideInputs`: families with types of tokens mask attention by them."""
         return "token_type_ids" in self.names
+
+    def comes_with(self, fields: Collection[str]) -> bool:
+        """See `SideInputs.comes_with`."""
+        return any("pixel" in name or "image" in name for name in fields)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -177,12 +180,9 @@ class Towers:
         if not two_way:
             return
         engine = passes.engine
-        for bucket in engine.buckets:
-            strategy, way = bucket.strategy, engine.options.context_parallel
-            cuts = strategy.cuts_packs or (
-                strategy.cp > 1 and choose_way(strategy, engine.description.shape, way) != ULYSSES
-            )
-            if cuts:
+        options = engine.options.run_options(engine.device.type)
+        for strategy in (bucket.strategy for bucket in engine.buckets):
+            if not options.keeps_sequences(strategy, engine.description.shape):
                 raise UnsupportedError(
                     f"rows with images of {type(model).__name__} under {strategy}",
                     why="the tokens of an image attend to each other in both directions, and the strategy cuts sequences",
