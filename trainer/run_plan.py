@@ -25,19 +25,12 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.calibrate.model_calibration import (
-    MEASURING,
-    Procedure,
-    cached_calibration,
-    calibrate,
-    calibration_key,
-    learn,
-)
-from hf_hotspa.costs.calibration import Calibration, FrozenBase, RunSample
+from hf_hotspa.calibrate.model_calibration import MEASURING, Procedure, cached_calibration, calibrate, calibration_key
+from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
-from hf_hotspa.costs.online_calibration import Lessons, PhaseSeconds, Refit
+from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ADAM, ModelSizes
 from hf_hotspa.costs.terms import optimizer_states
@@ -245,7 +238,6 @@ class Chosen:
     predicts: bool = True  # whether the cost model's seconds are from this machine
     # watches lengths, and plans for new ones with the engine's strategies; None if all were known at the start
     renewed: tuple[LengthsSeen, Callable[[list[int]], Plan]] | None = None
-    learn: Callable[[list[RunSample]], None] | None = None  # takes what a complete run has measured; on one process
 
 
 class AutoStrategies(RunPlan):
@@ -263,7 +255,6 @@ class AutoStrategies(RunPlan):
         self._choosers: list[PhaseChooser] = []
         self._race: Race | None = None
         self._passes: list[tuple[float, list[float], bool]] = []
-        self._lessons = Lessons(chosen.learn)
         self._step_lengths: list[int] = []
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
         self.time, self._quadratic_cost = cost.time, cost.sizes.shape.quadratic_cost
@@ -287,7 +278,6 @@ class AutoStrategies(RunPlan):
         return self.chooser.pool if self.chooser is not None else self.plan.pool
 
     def start(self, num_steps: int) -> None:
-        self._lessons.start(num_steps)
         before, self._choosers = self._choosers, [self._chooser(pool) for pool in self._pools]
         for chooser, old in zip(self._choosers, before, strict=False):
             chooser.load_state_dict(old.state_dict())
@@ -327,9 +317,6 @@ class AutoStrategies(RunPlan):
             strategy = Strategy.parse(phase.strategy)
             phases.append(replace(phase, predicted_s=predicted[strategy].seconds))
             measured[strategy] = PhaseSeconds(strategy, phase.compute_s, phase.moved_s)
-        if self._lessons.are_kept:  # a first run pays for memory and kernels
-            warm = [s for s in measured if any(chooser.has_run([s]) for chooser in self._choosers)]
-            self._lessons.note(self.time, predict_phases(self.time, self._switch, plan), measured, warm)
         if measured and len(self._choosers) > 1:
             asked = self._choosers if race.wants else [chooser]
             each = [other.forecast(step, lengths) for other in asked]
@@ -343,7 +330,6 @@ class AutoStrategies(RunPlan):
         return with_single(replace(report, phases=tuple(phases)), self.single, plan)
 
     def ended(self, step: int, report: StepReport) -> StepReport:
-        self._lessons.ended(step)
         passes, self._passes = self._passes, []
         lengths, self._step_lengths = self._step_lengths, []
         if self._race is None:
@@ -464,8 +450,8 @@ def prepare_auto(
     alone, longest = args.world_size == 1, max(int(table.longest_of_rows.max(initial=1)) for table in tables)
     # the effect of the strategies' options follows from the others
     measured = list(dict.fromkeys(Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies))
-    asks = model.config, description, args, measured, agreement, longest
-    calibration = None if alone and args.hotspa_calibration is None else agreed_calibration(*asks)
+    known = model.config, description, args, measured, agreement, longest
+    calibration = None if alone and args.hotspa_calibration is None else agreed_calibration(*known)
     vector = description.vector.with_measured(measured_costs(calibration, description, args))
     description, races = replace(description, vector=vector), calibration is not None and not args.full_determinism
     limit, source = memory_limit(args, agreement)
@@ -502,8 +488,7 @@ def prepare_auto(
         tqdm.write(choice_text(plan, mini_batch_size, text, says_everything(args)))
     singles = partial(Singles.of, strategies, single, description.shape, limit)
     watched = (LengthsSeen(tables[0].sequence_lengths), renewed) if sampled and not alone else None
-    known = calibration is not None, watched, _learner(calibration, args)
-    return AutoStrategies(Chosen(plan, cost, singles, vector.measured, fits, *known), args)
+    return AutoStrategies(Chosen(plan, cost, singles, vector.measured, fits, calibration is not None, watched), args)
 
 
 def _strategies_for(
@@ -516,16 +501,6 @@ def _strategies_for(
     if side is None or not (shape.both_ways_in_blocks and side.comes_with(fields)):
         return strategies, True
     return [s for s in strategies if run_options(args).keeps_sequences(s, shape)], False
-
-
-def _learner(
-    calibration: Calibration | None, args: HotSPaTrainingArguments
-) -> Callable[[list[RunSample]], None] | None:
-    """A named file is only read: the same file gives the same plan."""
-    named = args.hotspa_calibration not in (None, MEASURE)
-    if calibration is None or named or args.full_determinism or args.process_index:
-        return None
-    return partial(learn, calibration)
 
 
 def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agreement: Agreement) -> Known | None:

@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -47,7 +47,6 @@ from hf_hotspa.costs.calibration import (
     Link,
     MemorySample,
     ModelFacts,
-    RunSample,
     cache_folder,
     config_digest,
 )
@@ -157,16 +156,6 @@ def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calib
     communicate. A broken file raises `HotspaConfigError`."""
     path = (folder or cache_folder()) / f"{key.digest()}.json"
     return Calibration.load(path, key) if path.exists() else None
-
-
-def learn(calibration: Calibration, measured: Sequence[RunSample]) -> None:
-    """Adds what a run has measured to its calibration in the cache, for later plans. One process calls it; a file that
-    cannot be written, or is of another case by now, stays."""
-    path = cache_folder() / f"{calibration.key.digest()}.json"
-    try:
-        Calibration.load(path, calibration.key).with_runs(measured).save(path)
-    except (OSError, HotspaError) as error:
-        logger.info("the calibration in %s has not learned from this run: %s", path, error)
 
 
 def _of_any_kind(failure: Exception) -> HotspaError:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.fit import DegreeFactors, Degrees, Sample, degrees_of, fit_costs, fit_relative
+from hf_hotspa.costs.fit import Sample, fit_costs, fit_relative
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
@@ -139,14 +139,6 @@ class PhaseSample(_OfStrategy):
 
 
 @dataclass(frozen=True)
-class RunSample(_OfStrategy):
-    """Phases of training runs: their measured seconds, without switches, over those predicted without such samples."""
-
-    ratio: Positive  # the geometric mean over runs, of each the median
-    number: PositiveCount  # of phases
-
-
-@dataclass(frozen=True)
 class LayerSample:
     """Forward and backward of one decoder layer alone, without tp, all ranks at the same time. `layers` are the indices
     of all layers of its kind; `seconds` are of one layer (core time if ranks share cores)."""
@@ -182,14 +174,7 @@ _MASTER_BYTES = 4
 _NANOSECOND = 1e-9
 _LARGEST_FACTOR = 2.0
 """Largest factor by which phases are scaled up or down; larger ones are due to disturbed measurements."""
-_DOUBTED = 8  # so many measured phases correct a prediction by half of what they say: other programs disturb a few
-_NOT_IN_OLDER_FILES = ("phases", "layers", "exchanges", "runs")
-
-
-def _mean_ratio(samples: Iterable[RunSample]) -> float:
-    """The geometric mean, by numbers of phases."""
-    pairs = [(sample.number, math.log(sample.ratio)) for sample in samples]
-    return math.exp(sum(number * ratio for number, ratio in pairs) / sum(number for number, _ in pairs))
+_NOT_IN_OLDER_FILES = ("phases", "layers", "exchanges")
 
 
 def cache_folder() -> Path:
@@ -215,7 +200,6 @@ class Calibration:
     pipeline_factor: Positive = 1.0  # relative cost of packs in stages
     # complete phases under several strategies, which correct predictions from single packs
     phases: tuple[PhaseSample, ...] = ()
-    runs: tuple[RunSample, ...] = ()  # what runs under `auto` have measured since, one for each strategy
     switches: tuple[SwitchSample, ...] = ()
     memory: tuple[MemorySample, ...] = ()  # empty if it could not be measured
     layers: tuple[LayerSample, ...] = ()  # layers of each kind, timed one by one; empty if all layers are of one kind
@@ -306,28 +290,7 @@ class Calibration:
             slots=self.slots * nodes,
             phase_factors=self._phase_factors(of_packs),
             context_exchanges=self.context_exchanges,
-            degree_factors=self._degree_factors,
         )
-
-    @cached_property
-    def _degree_factors(self) -> DegreeFactors:
-        ratios: dict[Degrees, list[RunSample]] = {}
-        for sample in self.runs:
-            ratios.setdefault(degrees_of(Strategy.parse(sample.strategy)), []).append(sample)
-        means = dict[Degrees, float]()
-        for degrees, samples in ratios.items():
-            number = sum(sample.number for sample in samples)
-            means[degrees] = _mean_ratio(samples) ** (number / (number + _DOUBTED))
-        return DegreeFactors.fit(means)
-
-    def with_runs(self, measured: Iterable[RunSample]) -> "Calibration":
-        """Returns a calibration that has learned from a run. Earlier runs count at most as much as this one."""
-        known = {sample.strategy: sample for sample in self.runs}
-        for new in measured:
-            old = known.get(new.strategy)
-            both = [new] if old is None else [replace(old, number=min(old.number, new.number)), new]
-            known[new.strategy] = RunSample(new.strategy, _mean_ratio(both), sum(each.number for each in both))
-        return replace(self, runs=tuple(known[strategy] for strategy in sorted(known)))
 
     def _phase_factors(self, of_packs: TimeModel) -> dict[tuple[int, int], float]:
         """Returns the correction of seconds by (tp, pp): the geometric mean of measured over predicted phases.

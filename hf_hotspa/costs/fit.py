@@ -4,9 +4,8 @@ Errors are relative, so that short packs count as much as long ones. With few un
 solved exactly: solve for every set of non-zero unknowns and take the best feasible solution.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy.typing as npt
 
 from hf_hotspa.costs.terms import Cost
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import Positive, PositiveCount
 
 Array = npt.NDArray[np.float64]
@@ -59,60 +57,6 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
                 best = np.zeros(count)
                 best[support] = solution
     return best / scale
-
-
-Degrees = tuple[int, int, int, int]
-"""The degrees of tp, cp and pp, and the ZeRO stage."""
-
-_RIDGE = 0.1  # how strongly a trend is drawn to none: two degrees that were measured once determine it, one half
-_MOST_FACTOR = 3.0  # the largest factor, up or down; larger ratios are due to disturbed measurements
-
-
-def degrees_of(strategy: Strategy) -> Degrees:
-    return strategy.tp, strategy.cp, strategy.pp, strategy.z
-
-
-@dataclass(frozen=True)
-class DegreeFactors:
-    """Factors on predicted seconds of phases, by degrees: measured ones, and a trend for others; 1 without any.
-
-    The trend is of logarithms: a constant, one for each doubling of tp, cp and pp, `+z2`, `+z3`, and `+z3` beside tp
-    or cp. A fully sharded strategy is never corrected to be faster than the same one without: bounds of the search
-    count on that."""
-
-    known: Mapping[Degrees, float] = field(default_factory=dict)
-    trend: tuple[float, ...] = ()
-
-    @classmethod
-    def fit(cls, ratios: Mapping[Degrees, float]) -> "DegreeFactors":
-        """Fits them to measured over predicted seconds."""
-        if not ratios:
-            return cls()
-        rows = np.array([_terms(degrees) for degrees in ratios])
-        penalty = _RIDGE * np.eye(rows.shape[1])
-        penalty[0, 0] = 1e-6
-        logs = rows.T @ np.log(np.array(list(ratios.values())))
-        trend = np.linalg.solve(rows.T @ rows + penalty, logs)
-        return cls({degrees: _limited(ratio) for degrees, ratio in sorted(ratios.items())}, tuple(map(float, trend)))
-
-    def of(self, strategy: Strategy) -> float:
-        degrees = degrees_of(strategy)
-        plain = self._of((*degrees[:3], 0))
-        return max(plain, self._of(degrees)) if strategy.z else plain
-
-    def _of(self, degrees: Degrees) -> float:
-        if degrees in self.known or not self.trend:
-            return self.known.get(degrees, 1.0)
-        return _limited(math.exp(sum(a * b for a, b in zip(self.trend, _terms(degrees), strict=True))))
-
-
-def _limited(factor: float) -> float:
-    return min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
-
-
-def _terms(degrees: Degrees) -> tuple[float, ...]:
-    tp, cp, pp, z = degrees
-    return 1.0, math.log2(tp), math.log2(cp), math.log2(pp), float(z == 2), float(z == 3), float(z == 3 and tp * cp > 1)
 
 
 def fit_costs(

@@ -13,13 +13,12 @@ run resumed from `state_dict` behaves as if it had not stopped.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from statistics import median
 from typing import Any
 
-from hf_hotspa.costs.calibration import RunSample
 from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.strategy import Strategy
@@ -187,40 +186,6 @@ class OnlineCalibration:
             window = [[_pair(*row) for row in rows] for rows in saved.window]
             last = {Strategy.parse(name): [_pair(*row) for row in rows] for name, rows in saved.last.items()}
         self.factors, self._window, self._last = factors, window, last
-
-
-class Lessons:
-    """How much longer the phases of a run take than its calibration predicts, for later runs. `learn` takes it once the
-    run is complete: an interrupted one must plan as before when it is resumed. None: on other ranks, or without one."""
-
-    def __init__(self, learn: Callable[[list[RunSample]], None] | None) -> None:
-        self._learn, self._num_steps = learn, 0
-        self._ratios: dict[Strategy, list[float]] = {}
-
-    @property
-    def are_kept(self) -> bool:
-        return self._learn is not None
-
-    def start(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-
-    def note(
-        self,
-        time: TimeModel,  # what predicted
-        predicted: Iterable[PhaseSeconds],
-        measured: Mapping[Strategy, PhaseSeconds],
-        strategies: Collection[Strategy],  # the only ones that count
-    ) -> None:
-        for phase in predicted:
-            strategy = phase.strategy
-            if strategy in strategies and phase.compute_s > 0 and measured[strategy].compute_s > 0:
-                ratio = measured[strategy].compute_s / phase.compute_s * time.degree_factors.of(strategy)
-                self._ratios.setdefault(strategy, []).append(ratio)
-
-    def ended(self, step: int) -> None:
-        """Mini-batch `step`, counted from 0, is over."""
-        if step + 1 == self._num_steps and self._learn is not None and self._ratios:
-            self._learn([RunSample(str(s), median(own), len(own)) for s, own in sorted(self._ratios.items())])
 
 
 _Row = tuple[str, float, float, float, float]  # see `OnlineCalibration.state_dict`

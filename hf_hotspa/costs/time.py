@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from hf_hotspa.costs import data_sheet
 from hf_hotspa.costs.divided import chunked_seconds, exchange_seconds
-from hf_hotspa.costs.fit import DegreeFactors, Sample, fit_costs
+from hf_hotspa.costs.fit import Sample, fit_costs
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import StreamedPack, Streams
@@ -254,9 +254,6 @@ class TimeModel:
     # relative cost of complete phases compared with their packs, by (tp, pp), see `Calibration`; deeper pipelines than
     # measured use the nearest depth
     phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    degree_factors: DegreeFactors = field(
-        default_factory=DegreeFactors
-    )  # what runs have taught, beside `phase_factors`
     schedule: str = "auto"  # one of `pipeline_order.SCHEDULES`
     # the parameters, with the relative step times of ranks, if some are slow, by which MLPs are divided
     paced: ParameterVector | None = None
@@ -321,7 +318,7 @@ class TimeModel:
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
         """Returns the cost of each stage of a replica in pipeline order, v for each of its pp ranks. Raises
         `HotspaConfigError`: there are no coefficients for the strategy; `StrategyError`: more stages than layers."""
-        key = *strategy.degrees, strategy.rc, strategy.v, strategy.z, *strategy.added
+        key = *strategy.degrees, strategy.rc, strategy.v, *strategy.added
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stages(strategy)
         return self._stage_costs[key]
@@ -376,7 +373,6 @@ class TimeModel:
                 fix=f"measure it, or use one of {', '.join(known)}",
             )
         factor = self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0) / USUAL_STEP_TIME
-        factor *= self.degree_factors.of(strategy)
         step_times = self.cut.step_times_of(strategy.num_stages) or self._step_times(strategy)
         stages = zip(self.stage_terms(strategy), step_times, strict=True)
         return tuple(sum(costs.values(), Cost()) * (factor * step_time) for costs, step_time in stages)
@@ -446,7 +442,6 @@ class TimeModel:
                 fix=f"leave +z{strategy.z} out, or make a cost model with a cluster",
             )
         plain = replace(strategy, z=0)
-        factor = self.degree_factors.of(strategy) / self.degree_factors.of(plain)
         if strategy.pp > 1:
             chains: Sequence[int] = (1,) * max(map(len, replicas))
             if strategy.ck:
@@ -454,8 +449,8 @@ class TimeModel:
             alone = self._whole(plain, replicas, most_tokens, enough)
             moving = sum(self.streams.pack_s(strategy, num, num) for num in chains)
             if math.isfinite(self.slots):
-                return factor * (alone + max(moving, self.streams.once_s(strategy)))
-            return factor * max(alone + self.streams.once_s(strategy), moving)
+                return alone + max(moving, self.streams.once_s(strategy))
+            return max(alone + self.streams.once_s(strategy), moving)
         turns = []
         for index in range(max(map(len, replicas))):
             packs = [[packs[index]] for packs in replicas if index < len(packs)]
@@ -467,7 +462,7 @@ class TimeModel:
             backward = 1 - self.forward_share + (self.forward_share / strategy.rc if strategy.rc else 0.0)
             share = forward / (forward + backward)
             turns.append(StreamedPack(share * seconds, (1 - share) * seconds, backwards + again, backwards))
-        return factor * self.streams.seconds(strategy, turns, self.slots)
+        return self.streams.seconds(strategy, turns, self.slots)
 
     def _shared(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
         if strategy.pp == 1:

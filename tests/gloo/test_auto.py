@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import TrainerCallback
 
-from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.calibrations import made_calibration, save_calibration
@@ -525,6 +524,4 @@ def test_nothing_but_the_trainer_is_needed(world_size, tmp_path):
     if world_size == 1:
         assert found[0][0][0].startswith("dp1:")
     # one process measures nothing: there is nothing to switch
-    files = list((tmp_path / "calibration").glob("*.json"))
-    assert len(files) == (world_size > 1)
-    assert all(Calibration.load(file).runs for file in files)  # what the runs have taught
+    assert len(list((tmp_path / "calibration").glob("*.json"))) == (world_size > 1)

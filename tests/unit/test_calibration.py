@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hf_hotspa.calibrate.model_calibration import learn
 from hf_hotspa.costs.calibration import (
     Calibration,
     CalibrationKey,
@@ -18,13 +17,12 @@ from hf_hotspa.costs.calibration import (
     MemorySample,
     ModelFacts,
     PhaseSample,
-    RunSample,
     SwitchSample,
     cache_folder,
     config_digest,
 )
 from hf_hotspa.costs.cost_model import CostModel
-from hf_hotspa.costs.fit import DegreeFactors, Sample
+from hf_hotspa.costs.fit import Sample
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes, OptimizerState
 from hf_hotspa.costs.switch_time import port_seconds
@@ -394,79 +392,6 @@ def test_factors_are_means_within_bounds() -> None:
         assert calibration(phases=phases({(2, 1): wild})).time_model(SIZES).phase_factors == {(2, 1): factor}
     unknown = replace(first, strategy="tp8")
     assert calibration(phases=(unknown,)).time_model(SIZES).phase_factors == {}
-
-
-# --------------------------------------------------------------------------------------------------- what runs have taught
-
-
-MANY = 10**9
-
-
-def degree_factors(ratios: dict[str, float]) -> DegreeFactors:
-    samples = tuple(RunSample(name, ratio, MANY) for name, ratio in ratios.items())
-    return calibration(runs=samples).time_model(SIZES).degree_factors
-
-
-def test_runs_correct_each_kind_and_a_trend_corrects_the_others() -> None:
-    assert calibration().time_model(SIZES).degree_factors.of(Strategy(1, 4)) == 1.0
-    found = degree_factors({"dp4": 1.1, "dp2tp2": 1.4, "dp2cp2": 1.2, "dp2tp2+z3": 1.9, "dp4+z3": 1.3})
-    for name, factor in (("dp4", 1.1), ("dp4+rc", 1.1), ("dp2tp2+sp", 1.4), ("dp2cp2", 1.2), ("dp2tp2+z3", 1.9)):
-        assert found.of(Strategy.parse(name)) == pytest.approx(factor), name
-    tp4, cp4, both = (found.of(Strategy.parse(name)) for name in ("tp4", "cp4", "cp2tp2"))
-    assert tp4 > 1.5
-    assert cp4 > 1.2
-    assert 1.35 < both < 1.75
-    assert found.of(Strategy.parse("cp4+z3")) > cp4
-    # a slow machine slows down all, and a disturbed measurement is limited
-    assert degree_factors({"dp4": 1.3}).of(Strategy.parse("tp4+z3")) == pytest.approx(1.3, rel=1e-3)
-    assert degree_factors({"dp4": 50.0}).of(Strategy(4)) == 3.0
-    # fully sharded is never predicted to be faster than the same without
-    assert degree_factors({"dp4": 1.2, "dp4+z3": 0.8}).of(Strategy.parse("dp4+z3")) == pytest.approx(1.2)
-
-
-@pytest.mark.parametrize("slots", [2.0, math.inf])
-def test_predictions_and_bounds_follow_what_runs_have_taught(slots: float) -> None:
-    ratios = {"dp4": 1.1, "dp2tp2": 1.5, "dp2cp2": 0.8, "dp4+z3": 1.7, "dp2pp2": 1.2}
-    samples = tuple(RunSample(name, ratio, MANY) for name, ratio in ratios.items())
-    before, after = (
-        CostModel.of_calibration(calibration(slots=slots, runs=runs), SIZES, MemoryOptions()).time
-        for runs in ((), samples)
-    )
-    batch = [64] * 24 + [256] * 8 + [1024]
-    for name, ratio in ratios.items():
-        strategy = Strategy.parse(name)
-        packs = pack_sequences(batch, capacity=1024, dp=strategy.dp, pp=strategy.pp, quadratic_cost=1e-4)
-        replicas = [[[batch[i] for i in pack] for pack in replica] for replica in packs]
-        seconds = after.phase_seconds(strategy, replicas)
-        # transfers of units count with the factor of `+z3` alone
-        rel = 0.03 if strategy.z else 0.01
-        assert seconds == pytest.approx(ratio * before.phase_seconds(strategy, replicas), rel=rel), name
-        evaluator = Evaluator([batch], after, {strategy: 0.0}, 1e-4)
-        exact = evaluator.phase(strategy, 0, 1024, 1024).compute_s
-        assert evaluator.bound(strategy, 0, 1024, 1024) <= exact * (1 + 1e-9)
-
-
-def test_a_calibration_learns_from_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = calibration().with_runs([RunSample("dp4", 1.0, 30), RunSample("dp2tp2", 1.5, 2)])
-    second = first.with_runs([RunSample("dp4", 1.21, 10), RunSample("dp2cp2", 1.3, 1)])
-    known = {sample.strategy: (sample.ratio, sample.number) for sample in second.runs}
-    # an earlier run counts at most as much as the last one
-    assert known == {"dp4": (pytest.approx(1.1), 20), "dp2tp2": (1.5, 2), "dp2cp2": (pytest.approx(1.3), 1)}
-    second.save(tmp_path / "c.json")
-    assert Calibration.load(tmp_path / "c.json") == second
-    monkeypatch.setenv("HF_HOTSPA_CACHE", str(tmp_path))
-    cached = cache_folder() / f"{first.key.digest()}.json"
-    learn(first, [RunSample("dp4", 1.0, 30)])  # nothing is cached: nothing to add to
-    assert not cached.exists()
-    first.save(cached)
-    learn(calibration(), [RunSample("dp4", 1.21, 10), RunSample("dp2cp2", 1.3, 1)])
-    assert Calibration.load(cached) == second
-    older = second.to_dict()
-    del older["runs"]
-    assert Calibration.from_dict(older) == calibration()
-    few, many = (calibration(runs=(RunSample("dp4", 1.44, number),)) for number in (8, MANY))
-    found = [each.time_model(SIZES).degree_factors.of(Strategy(4)) for each in (few, many)]
-    assert found == [pytest.approx(1.2), pytest.approx(1.44, rel=1e-4)]
 
 
 def test_phases_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
