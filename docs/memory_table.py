@@ -82,7 +82,7 @@ def csv_text(rows: list[Row]) -> str:
 
 
 def shown(rows: list[Row]) -> str:
-    """The table of the page: longest sequence and tokens/s."""
+    """The table of the page: longest sequence and tokens/s, where a card of it holds any."""
     lines = [f"| model | method | cards | {' | '.join(CARDS)} |\n", "|---" * (3 + len(CARDS)) + "|\n"]
     cells = {tuple(row[:4]): row[4:6] for row in rows}
     for model, method in dict.fromkeys((row[0], row[1]) for row in rows):
@@ -91,7 +91,8 @@ def shown(rows: list[Row]) -> str:
             for card in CARDS:
                 longest, speed = cells[model, method, devices, card]
                 texts.append((longest + (f", {int(speed):,}/s" if speed else "")) or "does not fit")
-            lines.append(f"| {model} | {method} | {devices} | {' | '.join(texts)} |\n")
+            if any(text != "does not fit" for text in texts):
+                lines.append(f"| {model} | {method} | {devices} | {' | '.join(texts)} |\n")
     return "".join(lines)
 
 

@@ -201,15 +201,22 @@ def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cel
 
 
 def _where_we_lose(cells: dict[str, dict[str, Line]]) -> list[str]:
-    """The columns in which another side is faster than `auto` by more than 2 %, and the limits that `auto` exceeds."""
-    lost = []
+    """In how many columns another side is faster than `auto` by more than 2 %, and the limits that `auto` exceeds."""
+    lost, columns = dict[str, float](), 0
     for name, of_cell in cells.items():
         for limited, title in ((False, ""), (True, " under the limit")):
             seconds = column(of_cell, limited)
-            best = fastest(seconds)
-            if AUTO in seconds and seconds[AUTO] > CLOSE * seconds[best]:
-                lost.append(f"{name}{title} ({seconds[AUTO] / seconds[best]:.2f} of {best})")
+            if AUTO in seconds:
+                columns += 1
+                best = fastest(seconds)
+                if seconds[AUTO] > CLOSE * seconds[best]:
+                    lost[f"{name}{title}, by {best}"] = seconds[AUTO] / seconds[best]
     of_limit = {name: of_cell.get(AUTO + LIMITED) for name, of_cell in cells.items()}
     above = [name for name, line in of_limit.items() if line and line.seconds and fits(line) is False]
-    found = [f"`auto` is not the fastest of {'; '.join(lost)}."] if lost else []
+    found = []
+    if lost:
+        most = max(lost, key=lambda name: lost[name])
+        found = [
+            f"`auto` is not the fastest in {len(lost)} of {columns} columns; it takes up to {lost[most]:.2f} times as long ({most})."
+        ]
     return found + ([f"`auto` takes more than the limit of {', '.join(above)}."] if above else [])
