@@ -5,6 +5,27 @@ from difflib import SequenceMatcher, get_close_matches
 
 _SIMILAR = 0.6  # the least likeness of two names of which one may be meant for the other, as in `difflib`
 
+_OTHER_NAMES = {
+    "strategies": "strategy",
+    "strategy": "strategies",
+    "dataset_split": "split",
+    "split": "dataset_split",
+    "data": "dataset",
+    "output_dir": "output",
+    "num_processes": "processes",
+    "gpus": "processes",
+    "model_name_or_path": "model",
+}
+"""Other names of a flag: of the same thing in another command, and of other tools."""
+
+
+def spelled(flag: str, known: Collection[str]) -> str | None:
+    """The known flag that one in another spelling means: with dashes or underscores, with or without `hotspa_` in front, or
+    by another name; None if there is none."""
+    name = plain(flag).removeprefix("hotspa_")
+    spellings = {plain(each).removeprefix("hotspa_"): each for each in known}
+    return spellings.get(name) or spellings.get(_OTHER_NAMES.get(name, ""))
+
 
 def unknown_flag(flag: str, known: Collection[str]) -> str:
     """A sentence about an unknown flag, with the nearest known one. `flag`: as written, such as ``--hotspa-overlnog``.

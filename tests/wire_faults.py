@@ -141,7 +141,7 @@ FAULTS = (
             (("return functional.pad(rows, (0, 0, 0, self.most - rows.shape[2])).contiguous()", "return functional.pad(rows, (0, 0, 0, self.most - rows.shape[2] - self.context.index)).contiguous()"),),
             RING, OTHER_SIZE, "passed"),
     Planted("a ring takes one step more on one rank", _CONTEXT,
-            (("            last = step + 1 == ring.steps\n            works, following = ((), at_hand) if last else ring.passed(at_hand)\n            for queries, block, causal in ring.pairs(step):\n                part, sums", "            last = step + 1 == ring.steps and ring.context.index\n            works, following = ((), at_hand) if last else ring.passed(at_hand)\n            for queries, block, causal in ring.pairs(step):\n                part, sums"),),
+            (("((), at_hand) if step + 1 == self.steps else self.passed(at_hand)", "((), at_hand) if step + 1 == self.steps and self.context.index else self.passed(at_hand)"),),
             RING, "", "passed"),
     Planted("ranks expect parts of tokens as they send them", _CONTEXT,
             (("return dist.all_to_all_single(out, own, received, sent, group=context.group, async_op=True)", "return dist.all_to_all_single(out[: sum(sent)] if len(out) >= sum(sent) else out.new_empty(sum(sent)), own, sent, sent, group=context.group, async_op=True)"),),

@@ -22,6 +22,11 @@ from tests.oracle import exact_in_double, random_rows, reference_step, relative_
 T = TypeVar("T")
 
 
+def gradient_of(parameter: torch.nn.Parameter) -> Tensor | None:
+    """The buffer that `replica.bind_gradient` has bound."""
+    return getattr(parameter, "_hotspa_gradient", parameter.grad)
+
+
 def make_engine(
     model: PreTrainedModel,
     buckets: str,

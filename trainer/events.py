@@ -47,11 +47,10 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
-from hf_hotspa.engine.phase import phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError, UnsupportedError, printable
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.report import PhaseMeasure
+from hf_hotspa.report import PhaseEvent, PhaseMeasure, SwitchEvent
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.protocol import HasRun
 
@@ -388,14 +387,33 @@ class PhaseDispatcher:
         trainer.callback_handler.dispatch(name, trainer.args, trainer.state, trainer.control, **facts)
 
     def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
-        self._dispatch("on_phase_begin", phase=phase_event(step, plan, order, index))
+        self._phase("on_phase_begin", step, plan, order, index)
 
     def phase_ended(
         self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure
     ) -> None:
-        for switch in switch_events(step, str(plan.phases[order[index]].bucket.strategy), measured):
-            self._dispatch("on_switch", switch=switch)
-        self._dispatch("on_phase_end", phase=phase_event(step, plan, order, index, measured))
+        strategy = str(plan.phases[order[index]].bucket.strategy)
+        for act in ("load", "return"):
+            seconds, moved = (measured[f"{act}_s"], measured[f"{act}_busy_s"]), int(measured[f"{act}_bytes"])
+            self._dispatch("on_switch", switch=SwitchEvent(step, act, strategy, *seconds, moved))
+        self._phase("on_phase_end", step, plan, order, index, dict(measured))
+
+    def _phase(
+        self, name: str, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int,
+        seconds: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        phase = plan.phases[order[index]]
+        event = PhaseEvent(
+            step,
+            index,
+            len(order),
+            str(phase.bucket.strategy),
+            num_packs=phase.num_packs,
+            num_sequences=phase.num_sequences,
+            num_tokens=phase.num_tokens,
+            seconds=seconds,
+        )
+        self._dispatch(name, phase=event)
 
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")

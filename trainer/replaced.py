@@ -4,7 +4,11 @@
 of TRL, stand in front of it and reach it by `super()`.
 """
 
+import json
+import time
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -12,14 +16,15 @@ from types import new_class
 from typing import Any, SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.engine.loading import has_weights
-from hf_hotspa.errors import HotspaConfigError, NonFiniteError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, NonFiniteError, PeerError, UnsupportedError
 from hf_hotspa.exchanges import set_bases
-from hf_hotspa.parallel.agreement import same_outcome
+from hf_hotspa.parallel.agreement import typed_failures
 from hf_hotspa.report import StepReport
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.checkpoints import CheckpointContents, hub_error, tokenizer_of
@@ -317,3 +322,57 @@ def replaced_behind(cls: type) -> None:
         return new_class(base.__name__, (base, Replaced), exec_body=fill)
 
     set_bases(cls, tuple(map(over, cls.__bases__)))
+
+
+# -- the outcome of a step that one rank decides for all -------------------------------------------------------------
+
+# One rank publishes the outcome of a step in the rendezvous store; the others wait for it.
+#
+# For calls that scripts may make on every rank or on the first one alone, as the stock Trainer's `save_model`: a
+# collective would hang, but here only the ranks that call wait.
+
+
+_FIRST_POLL_S, _LAST_POLL_S = 0.005, 1.0
+
+_announced: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
+"""How many outcomes this process has published or read, by the store that all ranks share."""
+
+
+def same_outcome(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
+    """Runs a step, and publishes or reads its outcome. The n-th calls of all ranks belong together. Raises
+    `HotspaError`: the error, on every rank that calls; or `PeerError`, if the deciding rank never calls. `what`:
+    what is done, such as the path of a file. An error reaches only ranks that did the same. `function`: what this
+    rank does; it may raise a `HotspaError`. `decides`: whether this rank's outcome counts for all. `timeout_s`: how
+    long to wait for the deciding rank."""
+    error: HotspaError | None = None
+    try:
+        function()
+    except HotspaError as failure:
+        error = failure
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        # the store behind the default group: private in torch, and the only channel that needs no partner
+        store = dist.distributed_c10d._get_default_store()
+        number = _announced[store] = _announced.get(store, 0) + 1
+        key = f"hotspa_verdict/{number}"
+        with typed_failures(dist.get_rank(), what):
+            if decides:
+                store.set(key, json.dumps([what, error.to_dict() if error is not None else None]))
+            else:
+                _await(store, key, what, timeout_s)
+                published_what, data = json.loads(store.get(key))
+                if error is None and data is not None and published_what == what:
+                    error = HotspaError.from_dict(data)
+    if error is not None:
+        raise error
+
+
+def _await(store: dist.Store, key: str, what: str, timeout_s: float) -> None:
+    deadline, pause = time.monotonic() + timeout_s, _FIRST_POLL_S
+    while not store.check([key]):  # not store.wait: nothing could interrupt it
+        if time.monotonic() > deadline:
+            raise PeerError(
+                f"the main process did not report within {timedelta(seconds=timeout_s)} how this ended: {what}",
+                fix="look at its log; call this on every rank, or on the main process alone",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_POLL_S)

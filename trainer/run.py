@@ -24,7 +24,6 @@ from hf_hotspa.costs.terms import Scoring
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError, printable
 from hf_hotspa.exchanges import take_back
-from hf_hotspa.model.model_check import refuse_router_logits
 from hf_hotspa.model.model_kind import refuse_quantized
 from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
@@ -78,7 +77,7 @@ class Backing:
                 return model  # the class behind loads it
             made = source.opened(model, given.get("model_init") is not None, self._ranks.agreement())
             if given.get("compute_metrics") is not None:
-                refuse_router_logits(made)
+                _refuse_router_logits(made)
             return made
         except _CANNOT_SWITCH as reason:
             if args.hotspa_model_path is not None or not (model is None or isinstance(model, nn.Module)):
@@ -398,3 +397,13 @@ class Run:
                 why="each rank holds a share of the optimizer's state, and writes it when a checkpoint is due",
                 fix="leave that to super()._save_checkpoint(model, trial), which a call of Trainer._save_checkpoint by class passes over",
             )
+
+
+def _refuse_router_logits(model: nn.Module) -> None:
+    """Rejects a config that asks for router logits, which the stock Trainer passes to `compute_metrics`."""
+    if getattr(bare_model(model)[0].config.get_text_config(), "output_router_logits", False):
+        raise UnsupportedError(
+            "compute_metrics with output_router_logits=True in the model's config",
+            why="the stock Trainer gives it the logits of routers, too, which stay here on the ranks that compute them",
+            fix="leave compute_metrics out, or set output_router_logits=False, which leaves the balance loss out",
+        )

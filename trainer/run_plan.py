@@ -35,7 +35,6 @@ from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ADAM, ModelSizes
 from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_known
 from hf_hotspa.engine.switching import free_memory
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.stages import StageCosts
@@ -61,6 +60,7 @@ from hf_hotspa.search.single import Singles, SingleStrategy, with_single
 from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
 from hf_hotspa.switched.passes import SideInputs
 from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments, argument_options
+from hf_hotspa.trainer.known_shortages import FILE, fewest_tokens, largest_packs, warn_of_known
 from hf_hotspa.typed import reading_state
 
 logger = logging.getLogger(__name__)

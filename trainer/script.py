@@ -22,7 +22,7 @@ from hf_hotspa.callbacks.step_reports import ReportCallback
 from hf_hotspa.costs.model_config import refuse_gguf
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, printable
-from hf_hotspa.nearest import plain, unknown_flag
+from hf_hotspa.nearest import spelled, unknown_flag
 from hf_hotspa.parallel import backends
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.gain import measure_gain
@@ -60,8 +60,8 @@ class FlagParser(HfArgumentParser):
         name, equals, value = word.partition("=")
         if not name.startswith("--") or name in self._option_string_actions:
             return word
-        full = f"--{_OTHER_NAMES.get(plain(name), 'hotspa_' + plain(name))}"
-        return f"{full}{equals}{value}" if full in self._option_string_actions else word
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        return f"{spelled(name, known) or name}{equals}{value}"
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Any:  # type: ignore[override]
         """As `ArgumentParser.parse_args`; an unknown flag ends the program with code 2."""
@@ -82,8 +82,6 @@ def _no_flag(word: str) -> str:
         return f"{word} is a config file, of axolotl for example: hf-hotspa run -- axolotl train {word}"
     return f"{word!r} belongs to no flag; names follow --model and --dataset"
 
-
-_OTHER_NAMES = {"split": "dataset_split", "data": "dataset", "model_name_or_path": "model", "gpus": "processes"}
 
 logger = logging.getLogger(__name__)
 

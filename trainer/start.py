@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hf_hotspa.checkpoint.format.folder import write_error
-from hf_hotspa.engine.faults import note
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel import backends
@@ -29,6 +28,7 @@ from hf_hotspa.seam import RunPart
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, evaluation_buckets
 from hf_hotspa.trainer.events import is_users
+from hf_hotspa.trainer.known_shortages import note
 from hf_hotspa.trainer.protocol import HasRun
 from hf_hotspa.trainer.run_plan import RunPlan
 

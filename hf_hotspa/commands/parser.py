@@ -7,20 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from hf_hotspa.errors import printable
-from hf_hotspa.nearest import meant, unknown_flag
+from hf_hotspa.nearest import meant, spelled, unknown_flag
 
 USAGE_ERROR = 2
 _NUMBER = re.compile(r"-\.?[0-9]")
-# other names of a flag: of the same thing in another command, and of other tools
-OTHER_NAMES = {
-    "strategies": "strategy",
-    "strategy": "strategies",
-    "dataset-split": "split",
-    "data": "dataset",
-    "output-dir": "output",
-    "num-processes": "processes",
-    "model-name-or-path": "model",
-}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -53,12 +43,11 @@ class CommandParser(argparse.ArgumentParser):
             if name[:2] not in known:  # else the value follows without a space, such as -ofile
                 self.error(unknown_flag(name, [flag[2:] for flag in known if flag.startswith("--")]))
             return word
-        dashed = f"--{name[2:].replace('_', '-').removeprefix('hotspa-')}"
-        if dashed not in known:
-            dashed = f"--{OTHER_NAMES.get(dashed[2:], dashed[2:])}"
-        if dashed not in known:
-            self.error(unknown_flag(name, [flag[2:] for flag in known if flag.startswith("--")]))
-        return f"{dashed}{equals}{value}"
+        long = [flag for flag in known if flag.startswith("--")]
+        meaning = spelled(name, long)
+        if meaning is None:
+            self.error(unknown_flag(name, [flag[2:] for flag in long]))
+        return f"{meaning}{equals}{value}"
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with code 2."""

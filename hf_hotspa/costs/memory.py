@@ -36,7 +36,6 @@ from hf_hotspa.costs.terms import LOSS, RECOMPUTATION, Bytes, MemoryTerm, Packs,
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import num_chunks
-from hf_hotspa.packing.pipeline_order import most_packs
 from hf_hotspa.seam import hooks
 from hf_hotspa.strategy import Bucket, Strategy
 
@@ -666,3 +665,22 @@ class Rising:
         self._at.insert(index, number)
         self._of.insert(index, total)
         return total
+
+
+def most_packs(
+    schedule: str, num_stages: int, stage: int, num_packs: int | None, chain: int = 1, rounds: int = 1
+) -> int | None:
+    """Returns the most units that a stage, counted from 0, holds at a time without a token limit; None for any number.
+
+    `num_packs`: units of a replica; None for any number. `chain`: units of the longest chain. `rounds`: stages on each
+    rank; if above 1, `stage` is the rank, of `num_stages`. Such a rank holds a pack on some of its stages only: it counts
+    by their share, rounded up.
+    """
+    if rounds > 1:  # see `packing.pipeline_order.interleaved_order`: no group is larger than 2 p - 1
+        passes = 2 * (num_stages - 1 - stage) + (rounds - 1) * (2 * num_stages - 1) + chain
+        most = -(passes // -rounds)
+    elif schedule == "gpipe" and num_stages > 1:
+        return num_packs
+    else:
+        most = num_stages - stage + chain - 1
+    return most if num_packs is None else min(most, num_packs)

@@ -28,11 +28,11 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import StreamedPack, Streams
 from hf_hotspa.costs.terms import Cost, Exchanges, Hop, TimeTerm
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.shares import fastest_stages, step_times_of_groups
+from hf_hotspa.layout.shares import step_times_of_groups
 from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.cuts import cut_for, cut_into_chains, squared_lengths
+from hf_hotspa.packing.cuts import Chain, cut_for, cut_into_chains
 from hf_hotspa.packing.pipeline_order import (
     Turn,
     backward_order,
@@ -520,3 +520,34 @@ class TimeModel:
             rounds,
             interleaved.order if interleaved else (),
         )
+
+
+def squared_lengths(lengths: Sequence[int], chains: Sequence[Chain]) -> list[list[int]]:
+    """Returns, by chunk of each chain, its part of the sum of squared lengths: its attention, in pairs of tokens."""
+    begins, total = [0], 0
+    for length in lengths:
+        total += length
+        begins.append(total)
+    squares, at = [], 0
+    for chain in chains:
+        parts = []
+        for first, stop in chain:
+            pairs, here = 0, first
+            while here < stop:
+                while begins[at + 1] <= here:
+                    at += 1
+                until = min(stop, begins[at + 1])
+                pairs += (until - begins[at]) ** 2 - (here - begins[at]) ** 2
+                here = until
+            parts.append(pairs)
+        squares.append(parts)
+    return squares
+
+
+def fastest_stages(strategy: Strategy, step_times: Sequence[int]) -> tuple[int, ...]:
+    """Returns the relative step time of each pipeline position: of a replica's slowest rank, in the fastest replica."""
+    slowest = [[0] * strategy.dp for _ in range(strategy.pp)]
+    for rank, step_time in enumerate(step_times):
+        coord = strategy.coord(rank)
+        slowest[coord.pp][coord.dp] = max(slowest[coord.pp][coord.dp], step_time)
+    return tuple(map(min, slowest))

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_hotspa.engine.faults import refuse_non_finite
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.errors import FIX_OF_NON_FINITE, NonFiniteError
 from hf_hotspa.layout.vector import BESIDE, ParameterSpec
 from hf_hotspa.parallel.agreement import Agreement, any_flag, packed_flags
 
@@ -106,13 +106,6 @@ class Beside:
         """Raises `NonFiniteError` on every rank if a gradient is not finite, naming the parameter. Collective."""
 
         def check() -> None:
-            names = [name for name in self._master.non_finite_parameters() if name in self._names]
-            if names:
-                raise NonFiniteError(
-                    f"the gradient of {names[0]!r} is not finite ({len(names)} parameters on this rank)",
-                    where=where,
-                    why="the weights were not changed",
-                    fix=FIX_OF_NON_FINITE,
-                )
+            refuse_non_finite([name for name in self._master.non_finite_parameters() if name in self._names], where)
 
         self._agreement.run(where, check)

@@ -473,8 +473,6 @@ def _relay_places(
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
 
-# A switch as a job: already over, or run by `SwitchWorker` in a separate thread, beside the computation.
-#
 # * Switches run one after another in order of submission. All ranks submit the same switches in the same order, so their
 #   workers meet in the same one.
 # * A switch reads a segment only after its gate is open, and the segment may be used once `SwitchJob.wait` has returned

@@ -1,13 +1,11 @@
 """What ends a mini-batch, and its errors: a rank's own error, a peer's error, out of memory, non-finite numbers.
 
 Peers may wait inside a tensor-parallel collective or a pipeline, and cannot be released to try again. So all ranks end,
-and learn the reason through the mailbox. `OutOfMemory` records facts for the next launch, in the output directory.
+and learn the reason through the mailbox.
 """
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -17,19 +15,14 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner, peak_memory
 from hf_hotspa.errors import (
     FIX_OF_NON_FINITE,
-    HotspaConfigError,
-    HotspaError,
     NonFiniteError,
     PhaseMemoryError,
     TransferError,
 )
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause, lost_peer
-from hf_hotspa.strategy import Bucket, Strategy
-from hf_hotspa.typed import Count, typed
-from hf_hotspa.whole_file import read_json, write_json
-
-logger = logging.getLogger(__name__)
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.typed import Count
 
 _MIB = 1 << 20
 _HOST_TEXTS = ("can't allocate memory", "not enough memory")
@@ -115,7 +108,7 @@ class PhaseFailures:
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         self._rank, self.mailbox = rank, mailbox
-        # facts about running out of memory on this rank, until `note` writes them
+        # facts about running out of memory on this rank, until the trainer notes them
         self.out_of_memory: OutOfMemory | None = None
         # by strategy, on a rank, if a memory model knows; for messages
         self.predicted_bytes: Mapping[Strategy, float] = {}
@@ -137,89 +130,6 @@ class PhaseFailures:
             self.out_of_memory = self.out_of_memory or shortage  # the other thread may have noted it first
             return self.mailbox.explain(self.out_of_memory.error(place), place)
         return self.mailbox.explain(hotspa_cause(failure) or lost_peer(failure, self._rank, place) or failure, place)
-
-
-# -- what the next launch should know ----------------------------------------------------------------------------------
-
-# A run records out-of-memory failures for the next launch: `auto` then makes smaller packs for that strategy, and given
-# buckets that failed before cause a warning. One JSON file in the output directory.
-
-
-FILE = "hotspa_out_of_memory.json"
-_KIND, _VERSION = "hotspa_out_of_memory", 1
-_REMEDY = f"delete {FILE}: it only says what to avoid"
-_SMALLER = 0.75  # factor from a failed pack size to the new one
-
-
-def record(folder: str | Path, shortage: OutOfMemory) -> None:
-    """Adds an entry to the file. Never raises: running out of memory is the error that counts."""
-    try:
-        try:
-            entries = _entries(folder)
-        except HotspaError:  # damaged: only the new entry counts
-            entries = []
-        write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*map(asdict, entries), asdict(shortage)]})
-    except OSError as error:
-        logger.warning("%s could not be written, so the next launch will not know of it: %s", FILE, error)
-
-
-def note(folder: str | Path, failures: PhaseFailures) -> None:
-    """Writes this rank's out-of-memory facts to the file, once. Never raises."""
-    shortage, failures.out_of_memory = failures.out_of_memory, None
-    if shortage is not None:
-        record(folder, shortage)
-
-
-def largest_packs(folder: str | Path) -> dict[str, int]:
-    """Strategy -> maximum tokens of its packs; 0 if its weights did not fit. Empty without a file. Raises
-    `HotspaConfigError`: the file is damaged."""
-    most: dict[str, int] = {}
-    for entry in _entries(folder):
-        tokens = int(entry.pack_tokens * _SMALLER)
-        most[entry.strategy] = min(tokens, most.get(entry.strategy, tokens))
-    return most
-
-
-def fewest_tokens(shortages: Iterable[Mapping[str, int]]) -> dict[Strategy, int]:
-    """Combines `largest_packs` of all ranks."""
-    most: dict[Strategy, int] = {}
-    for of_rank in shortages:
-        for name, tokens in of_rank.items():
-            strategy = Strategy.parse(name)
-            most[strategy] = min(tokens, most.get(strategy, tokens))
-    return most
-
-
-def warn_of_known(folder: str | Path, buckets: Sequence[Bucket]) -> None:
-    """Warns of buckets that failed before. Never raises."""
-    try:
-        entries = _entries(folder)
-    except HotspaError as error:
-        logger.warning("%s", error)
-        return
-    for bucket in buckets:
-        failed = [entry for entry in entries if Strategy.parse(entry.strategy) == bucket.strategy]
-        tokens = min((entry.pack_tokens for entry in failed), default=None)
-        if tokens is not None and bucket.capacity >= tokens:
-            what = f"with a pack of {tokens} tokens" if tokens else "before its first pack"
-            logger.warning(
-                "%s ran out of memory in an earlier run %s (%s): lower the tokens after @, or use more tp or pp",
-                bucket, what, Path(folder, FILE),
-            )  # fmt: skip
-
-
-def _entries(folder: str | Path) -> list[OutOfMemory]:
-    """The checked entries of the file, if it exists."""
-    path = Path(folder, FILE)
-    if not path.exists():
-        return []
-    try:
-        entries = typed(read_json(path, _KIND, _VERSION, _REMEDY).get("entries"), list[OutOfMemory])
-    except ValueError as error:
-        raise HotspaConfigError("its entries are not what a run writes", where=str(path), fix=_REMEDY) from error
-    for entry in entries:
-        Strategy.parse(entry.strategy)
-    return entries
 
 
 # -- numbers that are not finite ---------------------------------------------------------------------------------------
@@ -253,16 +163,17 @@ def raise_non_finite(
             break
 
     def check_gradients() -> None:
-        if names := master.non_finite_parameters():
-            raise NonFiniteError(
-                f"the gradient of {names[0]!r} is not finite ({len(names)} parameters on this rank), the loss is {loss}",
-                where=where,
-                why=why,
-                fix=FIX_OF_NON_FINITE,
-            )
+        refuse_non_finite(master.non_finite_parameters(), where, why, f", the loss is {loss}")
 
     agreement.run(where, check_gradients)
     raise NonFiniteError(f"the loss is {loss}", where=where, why=why, fix=FIX_OF_NON_FINITE)
+
+
+def refuse_non_finite(names: Sequence[str], where: str, why: str = _UNCHANGED, more: str = "") -> None:
+    """Raises `NonFiniteError` if there are parameters with a non-finite gradient, naming the first."""
+    if names:
+        what = f"the gradient of {names[0]!r} is not finite ({len(names)} parameters on this rank){more}"
+        raise NonFiniteError(what, where=where, why=why, fix=FIX_OF_NON_FINITE)
 
 
 def _first_bad_pack(plan: MiniBatchPlan, phases: Mapping[Strategy, PhaseRunner]) -> tuple[int, int, int]:

@@ -36,7 +36,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.engine.master import MasterShare, MasterStore
 from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.model_check import bit_sum, weights_digest
@@ -331,21 +331,31 @@ def load_weights(folder: Path, model: nn.Module, master: MasterStore, agreement:
     from `open_model`, or a chain of modules. `master`: the store to fill, made from that model. Raises `HotspaError`: on
     every rank; see `WeightFiles` and `SavedModel`."""
     inside, prefix = saved_model(model)
-    saved = agreement.run(
-        "loading weights",
-        lambda: SavedModel(inside, WeightFiles(folder)),
-        lambda saved: {"files of weights": saved.files.digest()},
-    )
 
-    def read() -> None:
+    def read(saved: SavedModel, share: MasterShare) -> Tensor:
+        spec = _renamed(share.spec, lambda own: own.removeprefix(prefix))
+        return saved.read(spec, share.start, share.stop)
+
+    _fill(master, agreement, lambda: SavedModel(inside, WeightFiles(folder)), inside, read)
+
+
+def _fill(
+    master: MasterStore,
+    agreement: Agreement,
+    opened: Callable[[], SavedModel],
+    model: nn.Module,  # gets the saved buffers
+    read: Callable[[SavedModel, MasterShare], Tensor],
+) -> None:
+    saved = agreement.run("loading weights", opened, lambda saved: {"files of weights": saved.files.digest()})
+
+    def fill() -> None:
         for name, buffer in saved.buffers().items():
-            inside.get_buffer(name).copy_(buffer)
+            model.get_buffer(name).copy_(buffer)
         for name, share in master.shares.items():
             if share.stop > share.start:
-                spec = _renamed(share.spec, lambda own: own.removeprefix(prefix))
-                master.parameters[name].copy_(saved.read(spec, share.start, share.stop))
+                master.parameters[name].copy_(read(saved, share))
 
-    agreement.run("loading weights", read)
+    agreement.run("loading weights", fill)
 
 
 def _renamed(spec: ParameterSpec, inside: Callable[[str], str]) -> ParameterSpec:
@@ -378,27 +388,16 @@ def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agre
         )
         return SavedModel(open_model(folder, config), WeightFiles(folder))
 
-    saved = agreement.run("loading weights", opened, lambda saved: {"files of weights": saved.files.digest()})
+    def read(saved: SavedModel, share: MasterShare) -> Tensor:
+        name, spec, start, stop = share.spec.name, _renamed(share.spec, plain), share.start, share.stop
+        if name in given:
+            return to_storage(given[name].detach(), spec.storage_dim)[start:stop]
+        if spec.packed is not None:
+            return layers[name.rpartition(".")[0]].packed(spec, start, stop, saved.read)
+        return saved.read(spec, start, stop)
 
-    def read() -> dict[str, int]:
-        sums = {}
-        for name, share in master.shares.items():
-            if share.stop <= share.start:
-                continue
-            spec = _renamed(share.spec, plain)
-            if name in given:
-                values = to_storage(given[name].detach(), spec.storage_dim)[share.start : share.stop]
-            elif spec.packed is not None:
-                values = layers[name.rpartition(".")[0]].packed(spec, share.start, share.stop, saved.read)
-            else:
-                values = saved.read(spec, share.start, share.stop)
-            master.parameters[name].copy_(values)
-            sums[name] = bit_sum(master.parameters[name])
-        for name, buffer in saved.buffers().items():
-            bare.get_buffer(name).copy_(buffer)
-        return sums
-
-    sums = agreement.run("loading weights", read)
+    _fill(master, agreement, opened, bare, read)
+    sums = {name: bit_sum(own) for name, own in master.parameters.items() if own.numel()}
     every = [json.loads(text) for text in agreement.texts(json.dumps(sums))]
     return _digest(model, {s.name: s for s in master.vector.specs if not s.trainable}, every)
 

@@ -224,12 +224,11 @@ class MasterStore:
                 parts = [torch.empty_like(padded) for _ in sizes]
                 dist.all_gather(parts, padded, group=group)
                 flat = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-            for spec in self.vector.specs:
-                if segment.start <= spec.offset < segment.stop:
-                    own_flat = flat[spec.offset - segment.start : spec.stop - segment.start]
-                    whole = from_storage(own_flat, spec.shape, spec.storage_dim)
-                    for name in (spec.name, *spec.tied_names):
-                        yield name, whole
+            for spec in self.vector.specs_of(segment):
+                own_flat = flat[spec.offset - segment.start : spec.stop - segment.start]
+                whole = from_storage(own_flat, spec.shape, spec.storage_dim)
+                for name in (spec.name, *spec.tied_names):
+                    yield name, whole
 
     @torch.no_grad()
     def stream(
@@ -244,7 +243,7 @@ class MasterStore:
         A rank holds at most one segment beyond its share, and if it casts its part of that, a second copy of the part.
         Yields the spec, and a tensor of the Hugging Face shape, which stays valid; nothing on other ranks than `to`."""
         for segment in self.vector.segments:
-            specs = [spec for spec in self.vector.specs if segment.start <= spec.offset < segment.stop]
+            specs = self.vector.specs_of(segment)
             wanted = {dtype_of(spec) for spec in specs}
             dtype = wanted.pop() if len(wanted) == 1 else getattr(torch, segment.master_dtype)
             own = self.weights[segment.index]

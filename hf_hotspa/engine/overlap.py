@@ -190,25 +190,20 @@ class Beside:
 
 # Streams a replica's units through memory for two of them: weights come just in time, gradients leave once made.
 #
-# `UnitStream` runs the program of a phase (`plan.units`) on one rank. It submits all transfers to the switch worker at
-# the start, in the agreed order, each with a gate. The computation walks through its visits; at the border between two
-# units it opens the gates of what waited for the first and waits for the weights of the second.
+# `UnitStream` submits all transfers of a phase's program (`plan.units`) to the switch worker at the start, in the agreed
+# order, each with a gate. At the border between two units the computation opens the gates of what waited for the first and
+# waits for the weights of the second: where a layer, or a module outside the layers that owns weights, is called; and in the
+# backward where the gradient of a layer's output is there (for the embedding: of the first layer's input). Autograd runs
+# what was made last first, and adds to leaves at once, so nothing of the following layer is left to do then.
 #
 # A rank skips other replicas' passes: their gates open once its previous pass is over, and it sends zeros as gradients,
 # set by the worker when the transfer's turn comes. So it takes part in every transfer, and these wait for nothing later
 # in the agreed order: neither for a message of another stage, nor for its next pass.
 #
-# Borders:
-#
-# * forward: a decoder layer, or a module outside the layers that owns weights, is called;
-# * backward: the gradient of a layer's output is there (for the embedding: of the first layer's input). Autograd runs
-#   what was made last first, and adds to leaves at once, so nothing of the following layer is left to do then.
-#
 # Backward sees the right weights although their memory was used in between: a unit has one place, so what autograd
 # saved is a view of it, and the unit is loaded again before its backward begins. Views that are filled through the
-# arena's buffer keep the version that autograd has seen.
-#
-# Another order than the program's is an error before a wrong weight is read.
+# arena's buffer keep the version that autograd has seen. Another order than the program's is an error before a wrong
+# weight is read.
 
 
 class _Transfer(NamedTuple):

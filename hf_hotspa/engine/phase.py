@@ -36,7 +36,7 @@ from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PackRunner, PipelineRunner
 from hf_hotspa.plan.switch_plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
-from hf_hotspa.report import COUNTED, MEASURES, PhaseEvent, PhaseMeasure, PhaseReport, SwitchEvent
+from hf_hotspa.report import COUNTED, MEASURES, PhaseMeasure, PhaseReport
 from hf_hotspa.strategy import Strategy
 
 # -- measures ---------------------------------------------------------------------------------------------------------
@@ -54,31 +54,6 @@ class Observer(Protocol):
         self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure
     ) -> None:
         """Called after its gradients are returned."""
-
-
-def phase_event(
-    step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure | None = None
-) -> PhaseEvent:
-    """The begin of a phase, or with `measured` its end; arguments as for `Observer`."""
-    phase = plan.phases[order[index]]
-    return PhaseEvent(
-        step,
-        index,
-        len(order),
-        str(phase.bucket.strategy),
-        num_packs=phase.num_packs,
-        num_sequences=phase.num_sequences,
-        num_tokens=phase.num_tokens,
-        seconds=None if measured is None else dict(measured),
-    )
-
-
-def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[SwitchEvent]:
-    """A phase's load and return on this rank."""
-    return [
-        SwitchEvent(step, act, strategy, measured[f"{act}_s"], measured[f"{act}_busy_s"], int(measured[f"{act}_bytes"]))
-        for act in ("load", "return")
-    ]
 
 
 def moment(device: torch.device) -> float:

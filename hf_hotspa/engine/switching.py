@@ -38,12 +38,9 @@ from hf_hotspa.strategy import Strategy
 
 # -- the plans --------------------------------------------------------------------------------------------------------
 
-# The plans of a pool of strategies, and the cheapest order of switching between them.
-#
 # Strategies of equal layouts (`Strategy.layout`) have the same plans, and their consecutive phases share one load and
 # one return. A load reads from the master store, and with pair plans also from the previous strategy's weights, if
 # memory holds both. Plans are made on first use and kept; they are pure functions of the arguments, equal on all ranks.
-# No torch.
 
 
 _RESIDENT = "what several units use"
@@ -222,8 +219,6 @@ class PlanPool:
 
 # -- the memory -------------------------------------------------------------------------------------------------------
 
-# Reused memory for the buffers of the active strategy.
-#
 # Only one strategy has storage at a time, so one allocation per dtype, for the largest strategy, serves all. It is kept
 # between phases: on CPU the page faults of fresh memory cost ten times as much as clearing reused memory. An arena
 # records what it holds, so that a strategy that returns to its own weights need not load the frozen ones again.

@@ -1,6 +1,6 @@
 """Layouts: which intervals of the parameter vector each rank holds, and where in its buffers.
 
-* `strategy_layout`: the weights under one strategy; `trained_layout`: only trained weights,
+* `strategy_layout`: the weights under one strategy,
 * `gradient_layout`: which gradient elements each rank contributes to,
 * `master_layout`: the master store, where every element has exactly one owner.
 

@@ -151,12 +151,3 @@ def step_times_of_groups(vector: ParameterVector, strategy: Strategy, ranks: Seq
     taken = [step_time * work for step_time, work in zip(ranks, works(vector, strategy), strict=True)]
     groups = [max(taken[first : first + strategy.tp]) for first in range(0, strategy.world_size, strategy.tp)]
     return tuple(max(round(groups[rank // strategy.tp]), 1) for rank in range(strategy.world_size))
-
-
-def fastest_stages(strategy: Strategy, step_times: Sequence[int]) -> tuple[int, ...]:
-    """Returns the relative step time of each pipeline position: of a replica's slowest rank, in the fastest replica."""
-    slowest = [[0] * strategy.dp for _ in range(strategy.pp)]
-    for rank, step_time in enumerate(step_times):
-        coord = strategy.coord(rank)
-        slowest[coord.pp][coord.dp] = max(slowest[coord.pp][coord.dp], step_time)
-    return tuple(map(min, slowest))

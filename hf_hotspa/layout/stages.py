@@ -83,10 +83,6 @@ class StageCosts:
         sums[-1] += self.head
         return sums
 
-    def slowest(self, stages: Sequence[range]) -> int:
-        """Cost of the slowest stage at the usual relative step time, or of the slowest send, there and back."""
-        return max(*self.partition_costs(stages), *self.passes(stages), 0)
-
     def passes(self, stages: Sequence[range]) -> list[int]:
         """Cost of the sends between stages, there and back; empty if free."""
         return [2 * self.sends[stage.start - 1] for stage in stages[1:] if self.sends]

@@ -267,16 +267,6 @@ def _check_outputs(config: PreTrainedConfig) -> None:
             )
 
 
-def refuse_router_logits(model: nn.Module) -> None:
-    """Rejects a config that asks for router logits, which the stock Trainer passes to `compute_metrics`."""
-    if getattr(bare_model(model)[0].config.get_text_config(), "output_router_logits", False):
-        raise UnsupportedError(
-            "compute_metrics with output_router_logits=True in the model's config",
-            why="the stock Trainer gives it the logits of routers, too, which stay here on the ranks that compute them",
-            fix="leave compute_metrics out, or set output_router_logits=False, which leaves the balance loss out",
-        )
-
-
 def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
     if (added := description.added) is None:
         return

@@ -166,11 +166,6 @@ def bind_gradient(parameter: nn.Parameter, buffer: Tensor | None) -> None:
         parameter.grad = buffer
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Returns the bound buffer."""
-    return getattr(parameter, _BUFFER) if hasattr(parameter, _BUFFER) else parameter.grad
-
-
 def _move(parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     buffer = getattr(parameter, _BUFFER)

@@ -19,14 +19,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import BESIDE, EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
-from hf_hotspa.model.layer_kind import LayerKind, layer_kinds, layer_types
 from hf_hotspa.model.model_kind import (
     INPUTS,
     OUTPUTS,
     AddedModules,
+    LayerKind,
     Readout,
     attends_both_ways,
     attention_dropouts,
+    layer_kinds,
+    layer_types,
     of_text,
     readout_of,
     refuse_dropout,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.layout.vector import Part
-from hf_hotspa.model.layer_kind import is_linear_attention, projections
+from hf_hotspa.model.model_kind import is_linear_attention, projections
 from hf_hotspa.model.packed_layer import PackedLayer
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.tensor_parallel import (

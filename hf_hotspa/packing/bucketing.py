@@ -31,9 +31,8 @@ from hf_hotspa.typed import Positive
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 
-# Value types that travel from `plan_mini_batch` to the collator and the engine: frozen, without tensors or processes. A
-# plan says which slices of which rows run where, and their weights. It is the same on every rank; ranks compare
-# `MiniBatchPlan.digest` to prove it.
+# Value types, frozen, without tensors or processes: which slices of which rows run where. The same on every rank; ranks
+# compare `MiniBatchPlan.digest` to prove it.
 
 
 _count = object.__setattr__  # sets a field that a frozen value computes when it is made
@@ -146,10 +145,8 @@ class MiniBatchPlan:
 
 # -- packs ------------------------------------------------------------------------------------------------------------
 
-# Packing by cost: which sequences share a micro-batch, and which replica runs it.
-#
-# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`). Costs
-# in a pack add up, because packed sequences do not attend to each other. Five deterministic steps, ties by index:
+# Costs in a pack add up (`sequence_cost`), because packed sequences do not attend to each other. Five deterministic steps,
+# ties by index:
 #
 # 1. Best-fit decreasing on tokens: a feasible packing with few packs.
 # 2. Raise the number of packs to balance replicas: to a multiple of dp, and for a pipeline to dp * pp (fewer leave

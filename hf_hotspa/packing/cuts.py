@@ -64,28 +64,6 @@ def num_chunks(length: int, most: int, pair_cost: float = 0.0) -> int:
     return shared + 1 + length - alone_from
 
 
-def squared_lengths(lengths: Sequence[int], chains: Sequence[Chain]) -> list[list[int]]:
-    """Returns, by chunk of each chain, its part of the sum of squared lengths: its attention, in pairs of tokens."""
-    begins, total = [0], 0
-    for length in lengths:
-        total += length
-        begins.append(total)
-    squares, at = [], 0
-    for chain in chains:
-        parts = []
-        for first, stop in chain:
-            pairs, here = 0, first
-            while here < stop:
-                while begins[at + 1] <= here:
-                    at += 1
-                until = min(stop, begins[at + 1])
-                pairs += (until - begins[at]) ** 2 - (here - begins[at]) ** 2
-                here = until
-            parts.append(pairs)
-        squares.append(parts)
-    return squares
-
-
 def _cost(length: int, pair_cost: float | None) -> float:
     return length + (pair_cost or 0.0) * length * length
 

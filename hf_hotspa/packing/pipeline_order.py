@@ -14,10 +14,10 @@ replaced by ours if its padded packs would exceed it.
 
 A pack cut into chunks of tokens (`+ck`) is a *chain* of units; an uncut pack is a chain of one. Chains run first in,
 first out; the chunks of a chain go backward last in, first out, as each needs the gradients of later ones for its keys
-and values. All chunks of a chain are forward before the first is backward, so a stage runs n - 1 more forward passes
-ahead for chains of n (Sun et al., 2024, "Seq1F1B"). No stage waits for itself, even if a message occupies both ends
-until it is received (`tests/unit/test_pipeline_order.py`): the limit is the same for all stages, so a stage is at most
-one forward pass ahead of the next, right before the backward pass that it could wait for.
+and values. All chunks of a chain are forward before the first is backward (Sun et al., 2024, "Seq1F1B"). No stage waits for
+itself, even if a message occupies both ends until it is received (`tests/unit/test_pipeline_order.py`): the limit is the
+same for all stages, so a stage is at most one forward pass ahead of the next, right before the backward pass that it could
+wait for.
 
 **Several stages on each rank (`+v2`)**: interleaved 1F1B. Stage s of p v is on rank s mod p, so a pack goes round the
 ranks v times, and a stage is 1 / v as long: the pipeline fills and drains v times as fast, for v times the messages
@@ -34,10 +34,9 @@ Nothing waits for itself: a rank may always run what its next backward pass need
 one order, so sends and receives match even if each blocks until its partner arrives
 (`tests/unit/test_interleaved_order.py`).
 
-torch's `ScheduleInterleaved1F1B` sends packs of one shape round in m // p equal groups, which must divide m. Rank r
-begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups of g, then alternates forward and backward passes
-(`torch_order`). Ours replaces it for fewer packs than ranks, without equal groups, and if the padded packs in flight
-would exceed the limit.
+torch's `ScheduleInterleaved1F1B` (`torch_order`) sends packs of one shape round in m // p equal groups, which must divide
+m. Ours replaces it for fewer packs than ranks, without equal groups, and if the padded packs in flight would exceed the
+limit.
 """
 
 import heapq
@@ -216,25 +215,6 @@ def _groups(tokens: Sequence[int], most_tokens: int | None) -> tuple[tuple[int, 
         reach += [end] * (end - begin)
         begin = end
     return tuple(padded), tuple(reach)
-
-
-def most_packs(
-    schedule: str, num_stages: int, stage: int, num_packs: int | None, chain: int = 1, rounds: int = 1
-) -> int | None:
-    """Returns the most units that a stage, counted from 0, holds at a time without a token limit; None for any number.
-
-    `num_packs`: units of a replica; None for any number. `chain`: units of the longest chain. `rounds`: stages on each
-    rank; if above 1, `stage` is the rank, of `num_stages`. Such a rank holds a pack on some of its stages only: it counts
-    by their share, rounded up.
-    """
-    if rounds > 1:  # see `interleaved_order`: no group is larger than 2 p - 1
-        passes = 2 * (num_stages - 1 - stage) + (rounds - 1) * (2 * num_stages - 1) + chain
-        most = -(passes // -rounds)
-    elif schedule == "gpipe" and num_stages > 1:
-        return num_packs
-    else:
-        most = num_stages - stage + chain - 1
-    return most if num_packs is None else min(most, num_packs)
 
 
 _BACKWARD = 2  # time of a backward pass in forward passes, in the model that decides the order
@@ -456,7 +436,8 @@ def _ahead(num_packs: int, num_ranks: int, rounds: int, rank: int) -> int:
 
 @lru_cache(maxsize=256)
 def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]:
-    """Returns torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >= 1."""
+    """Returns torch's schedule in a valid order: rank r begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups of
+    g, then alternates forward and backward. `num_packs` is a multiple of `num_packs // num_ranks` >= 1."""
     orders = [_rank_turns(num_packs, num_ranks, rounds, rank) for rank in range(num_ranks)]
     return tuple(turn for turns in at_a_time(orders, num_ranks * rounds) for turn in turns)
 

@@ -21,7 +21,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar, cast
@@ -46,8 +45,6 @@ T = TypeVar("T")
 
 # -- the barrier ------------------------------------------------------------------------------------------------------
 
-# Which rank hangs: the ranks that lost a peer meet at a barrier that names the missing ranks.
-#
 # A rank that hangs reports nothing. Its peers see a collective that times out or, if another rank gave up earlier, a
 # closed connection. Each writes its name to the rendezvous store. Ranks that timed out wait a few seconds for all other
 # names. Ranks that wait for each other give up at about the same moment, so a rank whose name is still missing hangs, is
@@ -573,13 +570,10 @@ class Mailbox:
 
 # -- the same rows ----------------------------------------------------------------------------------------------------
 
-# Whether the ranks of a replica hold the same rows, for one more number in an agreement that is made anyway.
-#
 # The ranks of a replica (tp, pp) train each pack together, and each reads the rows for itself. If a data set gave them
 # different crops or orders, activations of different rows would be mixed, with a plausible loss. The collator leaves a
-# digest of each pack (`MicroBatch.content`). Ranks contribute their sums, weighted so that the total is zero if every
-# replica agrees. Ranks of different replicas hold different rows, and are not compared. Only after a mismatch are the rows
-# themselves compared and named.
+# digest of each pack (`MicroBatch.content`). Ranks contribute their sums to an agreement that is made anyway, weighted so
+# that the total is zero if every replica agrees. Only after a mismatch are the rows themselves compared and named.
 
 
 _MODULUS = 1 << 64
@@ -682,57 +676,3 @@ def _error(rows: list[Any], ranks: list[int], strategy: Strategy | None, where: 
         fix="give every rank the same rows: random crops and transforms must depend on the row and the epoch, not on the "
         "process; or train with dp alone, where each row is read by one rank",
     )
-
-
-# -- the outcome of a step that one rank decides for all -------------------------------------------------------------
-
-# One rank publishes the outcome of a step in the rendezvous store; the others wait for it.
-#
-# For calls that scripts may make on every rank or on the first one alone, as the stock Trainer's `save_model`: a
-# collective would hang, but here only the ranks that call wait.
-
-
-_FIRST_POLL_S, _LAST_POLL_S = 0.005, 1.0
-
-_announced: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
-"""How many outcomes this process has published or read, by the store that all ranks share."""
-
-
-def same_outcome(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
-    """Runs a step, and publishes or reads its outcome. The n-th calls of all ranks belong together. Raises
-    `HotspaError`: the error, on every rank that calls; or `PeerError`, if the deciding rank never calls. `what`:
-    what is done, such as the path of a file. An error reaches only ranks that did the same. `function`: what this
-    rank does; it may raise a `HotspaError`. `decides`: whether this rank's outcome counts for all. `timeout_s`: how
-    long to wait for the deciding rank."""
-    error: HotspaError | None = None
-    try:
-        function()
-    except HotspaError as failure:
-        error = failure
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        # the store behind the default group: private in torch, and the only channel that needs no partner
-        store = dist.distributed_c10d._get_default_store()
-        number = _announced[store] = _announced.get(store, 0) + 1
-        key = f"hotspa_verdict/{number}"
-        with typed_failures(dist.get_rank(), what):
-            if decides:
-                store.set(key, json.dumps([what, error.to_dict() if error is not None else None]))
-            else:
-                _await(store, key, what, timeout_s)
-                published_what, data = json.loads(store.get(key))
-                if error is None and data is not None and published_what == what:
-                    error = HotspaError.from_dict(data)
-    if error is not None:
-        raise error
-
-
-def _await(store: dist.Store, key: str, what: str, timeout_s: float) -> None:
-    deadline, pause = time.monotonic() + timeout_s, _FIRST_POLL_S
-    while not store.check([key]):  # not store.wait: nothing could interrupt it
-        if time.monotonic() > deadline:
-            raise PeerError(
-                f"the main process did not report within {timedelta(seconds=timeout_s)} how this ended: {what}",
-                fix="look at its log; call this on every rank, or on the main process alone",
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _LAST_POLL_S)

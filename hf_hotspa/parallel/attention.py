@@ -14,11 +14,6 @@ at the last query and the last key. Four kernels compute the same function:
 * `ExplicitAttention` for what no fused kernel of torch supports: capped scores (Gemma 2; with flash-attn installed, its kernel
   computes them), dropout of attention probabilities, whose masks must not depend on the layout, and sinks in 32-bit on CUDA.
 
-`ExplicitAttention` computes scores and probabilities explicitly, also with sinks (learned scores that take part in the
-softmax and then are dropped). It handles one sequence after the other, in blocks of queries with only the keys that they may
-see; the backward recomputes scores and masks. So memory grows with the length of a pack, as with fused kernels, not with its
-square: beside queries, keys and values it holds one block's intermediates, a few times `BLOCK_ELEMENTS` numbers.
-
 Shapes: T packed tokens, S keys and values (more than T with prefixes; the queries are then the last tokens), H query heads,
 K key/value heads, D and E head dims of keys and of values; queries are [1, H, T, D].
 """
@@ -166,7 +161,12 @@ def _factor(block: _Block, dropout: AttentionDropout | None, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class ExplicitAttention(AttentionKernel):
-    """Attention inside each sequence of a packed row, by any scores, on any device."""
+    """Attention inside each sequence of a packed row, by any scores, on any device.
+
+    Handles one sequence after the other, in blocks of queries with only the keys that they may see; the backward recomputes
+    scores and masks. So memory grows with the length of a pack, as with fused kernels, not with its square: beside queries,
+    keys and values it holds one block's intermediates, a few times `BLOCK_ELEMENTS` numbers.
+    """
 
     lengths: SequenceLengths
     scores: Scores

@@ -6,10 +6,10 @@ in the three methods of `costs.divided`:
 * `_attend_by_heads` (Ulysses) exchanges tokens for heads, and runs the usual packed attention on whole sequences.
 * `_attend_gathered` gathers the keys and values of cut sequences, and runs each of this rank's pieces as a sequence with a
   prefix. The backward gathers again.
-* `Ring` passes them from neighbour to neighbour, the next block while the current one is used. Each rank's queries meet the
-  blocks of all ranks one after the other, and partial results are merged by the logarithms of their sums. The backward computes
-  each block's gradients from the merged result, and they travel with the block until it is back (Liu et al., 2023, "Ring
-  Attention"). Sequences are cut so that all ranks have equal work in each step (`packing.cuts`).
+* `Ring` passes them from neighbour to neighbour, the next block while the current one is used, and merges partial results by
+  the logarithms of their sums. The backward computes each block's gradients from the merged result, and they travel with the
+  block until it is back (Liu et al., 2023, "Ring Attention"). Sequences are cut so that all ranks have equal work in each step
+  (`packing.cuts`).
 
 All other parts of a model work token by token, unchanged. Positions, targets, and the inputs of dropout and noise are as in
 whole sequences; each rank's loss is the sum over its own tokens. A piece is some tokens of a sequence; its keys are all tokens
@@ -53,6 +53,7 @@ from hf_hotspa.parallel.fused_attention import (
     FusedAttention,
     Inputs,
     SequenceLengths,
+    attend_by,
     attend_to_block,
     gradients_of_block,
     kernel_takes,
@@ -377,6 +378,17 @@ class Ring:
         rows = torch.stack([x[0].index_select(1, self.mine) for x in tensors])
         return functional.pad(rows, (0, 0, 0, self.most - rows.shape[2])).contiguous()
 
+    def travel(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The steps, with keys and values [1, K, n, D] of the row, then of the block `step` ranks back. While one is used, the
+        next is on its way."""
+        at_hand = self.block(key, value)
+        for step in range(self.steps):
+            works, following = ((), at_hand) if step + 1 == self.steps else self.passed(at_hand)
+            yield step, key, value
+            CLOCK.wait(*works)
+            at_hand = following
+            key, value = at_hand[0][None], at_hand[1][None]
+
     def passed(self, block: Tensor) -> tuple[Any, Tensor]:
         """Starts to send a block to the next rank; returns the works, and the buffer for the previous rank's block."""
         size, index, group = self.context.size, self.context.index, self.context.group
@@ -405,11 +417,7 @@ class _RingFunction(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=wide)
         total = torch.full(query.shape[:3], -torch.inf, dtype=wide)
-        at_hand = ring.block(key, value)
-        keys, values = key, value
-        for step in range(ring.steps):
-            last = step + 1 == ring.steps
-            works, following = ((), at_hand) if last else ring.passed(at_hand)
+        for step, keys, values in ring.travel(key, value):
             for queries, block, causal in ring.pairs(step):
                 part, sums = attend_to_block(
                     query[:, :, queries], keys[:, :, block], values[:, :, block], causal, scaling
@@ -419,9 +427,6 @@ class _RingFunction(torch.autograd.Function):
                 else:
                     both = merged(out[:, :, queries], total[:, :, queries], part, sums)
                     out[:, :, queries], total[:, :, queries] = both
-            CLOCK.wait(*works)
-            at_hand = following
-            keys, values = at_hand[0][None], at_hand[1][None]
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, total)
         ctx.ring, ctx.scaling = ring, scaling
@@ -434,12 +439,9 @@ class _RingFunction(torch.autograd.Function):
         d_out = gradients[0]
         d_query = torch.zeros_like(query, dtype=total.dtype)
         of_row = torch.zeros(2, *key.shape[1:], dtype=total.dtype)
-        at_hand = ring.block(key, value)
-        keys, values, own = key, value, of_row
         returning: tuple[Any, Tensor] | None = None
-        for step in range(ring.steps):
-            last = step + 1 == ring.steps
-            works, following = ((), at_hand) if last else ring.passed(at_hand)
+        for step, keys, values in ring.travel(key, value):
+            own = torch.zeros(2, *keys.shape[1:], dtype=total.dtype) if step else of_row
             for queries, block, causal in ring.pairs(step):
                 part, d_key, d_value = gradients_of_block(
                     d_out[:, :, queries].contiguous(),
@@ -458,10 +460,6 @@ class _RingFunction(torch.autograd.Function):
                 own += returning[1]
             if step:
                 returning = ring.passed(own)
-            CLOCK.wait(*works)
-            at_hand = following
-            keys, values = at_hand[0][None], at_hand[1][None]
-            own = torch.zeros_like(at_hand, dtype=total.dtype)
         if returning is not None:
             CLOCK.wait(*returning[0])
             of_row.index_add_(2, ring.mine, returning[1][:, :, : len(ring.mine)])
@@ -611,33 +609,26 @@ def _later(piece: Piece, start: int) -> Piece:
     return piece if piece[0] else (0, piece[1] + start, piece[2] + start)
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        tokens: _CutTokens,
-        kernel: AttentionKernel,
-    ) -> Tensor:
-        keys, values = tokens.gathered(key, value)
-        out, total = kernel.forward(query, keys, values, sinks)
-        ctx.save_for_backward(query, key, value, sinks, out if total is not None else None, total)
-        ctx.tokens, ctx.kernel = tokens, kernel
-        return out
+@dataclass(frozen=True)
+class _Gathered(AttentionKernel):
+    """A kernel for keys and values of this rank, which are gathered before it runs, and again in the backward."""
 
-    @staticmethod
-    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, total = ctx.saved_tensors
-        tokens: _CutTokens = ctx.tokens
-        keys, values = tokens.gathered(key, value)
-        inputs = query, keys, values, sinks
-        d_query, d_keys, d_values, d_sinks = ctx.kernel.backward(gradients[0], inputs, out, total)
-        given = [d_keys, d_values]
-        del keys, values, inputs, d_keys, d_values
-        return d_query, *tokens.returned(given), d_sinks, None, None
+    tokens: _CutTokens
+    kernel: AttentionKernel
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        keys, values = self.tokens.gathered(key, value)
+        return self.kernel.forward(query, keys, values, sinks)
+
+    def backward(self, d_out: Tensor, inputs: Inputs, out: Tensor | None, total: Tensor | None) -> Inputs:
+        query, key, value, sinks = inputs
+        keys, values = self.tokens.gathered(key, value)
+        gathered = query, keys, values, sinks
+        del keys, values
+        d_query, *given, d_sinks = self.kernel.backward(d_out, gathered, out, total)
+        del gathered
+        d_key, d_value = self.tokens.returned(given)
+        return d_query, d_key, d_value, d_sinks
 
 
 def _attend_gathered(
@@ -655,5 +646,5 @@ def _attend_gathered(
     if prefix is not None:
         kept = prefix.before(module, key, value)
         key, value = (torch.cat([part, x], 2) for part, x in zip(kept, (key, value), strict=True))
-    out: Tensor = _Gathered.apply(query, key, value, call.sinks, tokens, kernel)
+    out = attend_by(query, key, value, call.sinks, _Gathered(tokens, kernel))
     return out.transpose(1, 2).contiguous()  # families take views of it

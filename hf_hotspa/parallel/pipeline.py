@@ -1,28 +1,19 @@
 """Pipeline schedules: one stage interface for the package's 1F1B and torch's schedules.
 
 `PipelineRunner` runs the micro-batches of one replica through its stages, forward and backward, and returns the loss.
-`packing.pipeline_order` chooses the schedule, the order and the padding.
+`packing.pipeline_order` chooses the schedule, the order and the padding; every rank of a pipeline sees the same
+micro-batches, and so makes the same choice.
 
-* The package's 1F1B (Narayanan et al., SC'21, section 2.2) takes micro-batches of different shapes, fewer
-  than stages, or none: the plan gives every shape, so nothing is negotiated. It limits the tokens in flight, so that few
-  micro-batches are in flight beside a long one.
+* `OneForwardOneBackward`, the package's 1F1B, takes micro-batches of different shapes, fewer than stages, or none: the plan
+  gives every shape, so nothing is negotiated. Packs that are cut into parts run in it part by part (Li et al., 2021,
+  "TeraPipe"; Sun et al., 2024, "Seq1F1B"), so one long sequence fills a pipeline, too.
+* `InterleavedRun` does the same for ranks with several stages each (`+v2`).
 * `torch.distributed.pipelining` (GPipe, 1F1B, interleaved 1F1B) serves micro-batches that share one shape, after padding. A
   schedule object is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every
   micro-batch, so it is made for one run. That costs nothing more: the shapes are given, so torch need not infer them.
-* Packs that are cut into parts run in the package's schedule part by part (Li et al., 2021, "TeraPipe"; Sun et al., 2024,
-  "Seq1F1B"), so one long sequence fills a pipeline, too.
-* Ranks with several stages each (`+v2`) run them in interleaved 1F1B: `InterleavedRun`, also for parts of packs, or torch's.
 
-Without stages, packs run one after the other (`PackRunner`).
-
-Every rank of a pipeline sees the same micro-batches, and so makes the same choice.
-
-`InterleavedRun` serves packs of any sizes. All ranks have one order of passes, and so of messages (`packing.pipeline_order`). A
-rank goes through it: it runs its own passes, and sends on their results; for another rank's pass it posts a receive if the
-result is for one of its stages. So both ends post their messages in the same order, whatever two ranks exchange (with two
-ranks, all messages are between one pair). The pass that needs a message waits for it, and sends stay pending until the end.
-
-Gradients reach a weight in the order of its stage's backward passes, which is the same in every run.
+Without stages, packs run one after the other (`PackRunner`). Gradients reach a weight in the order of its stage's backward
+passes, which is the same in every run.
 """
 
 import logging
@@ -193,7 +184,12 @@ class PackRunner:
 
 
 class InterleavedRun:
-    """One run of interleaved 1F1B on one rank."""
+    """One run of interleaved 1F1B on one rank, for packs of any sizes.
+
+    All ranks have one order of passes, and so of messages. A rank runs its own passes, and sends on their results; for
+    another rank's pass it posts a receive if the result is for one of its stages. So both ends post their messages in the same
+    order, whatever two ranks exchange. The pass that needs a message waits for it, and sends stay pending until the end.
+    """
 
     def __init__(
         self,

@@ -138,16 +138,11 @@ def counting_from(base: nn.Module, family: str) -> int | None:
     )
 
 
-def counted_positions(micro_batch: MicroBatch, padding: int) -> Tensor:
-    """[1, T] int64: the positions of the tokens of whole sequences, counted from the padding id."""
+def with_counted_positions(micro_batch: MicroBatch, padding: int) -> MicroBatch:
+    """The same pack of whole sequences with the positions of its tokens counted from the padding id."""
     counts = micro_batch.input_ids[0] != padding
     upto = counts.long().cumsum(0)
     ends = micro_batch.cu_seqlens.long()
     before = torch.cat([upto.new_zeros(1), upto])[ends[:-1]]
     of_sequence = torch.repeat_interleave(before, ends.diff(), output_size=micro_batch.num_tokens)
-    return ((upto - of_sequence) * counts + padding)[None]
-
-
-def with_counted_positions(micro_batch: MicroBatch, padding: int) -> MicroBatch:
-    """The same pack of whole sequences with `counted_positions`."""
-    return replace(micro_batch, position_ids=counted_positions(micro_batch, padding))
+    return replace(micro_batch, position_ids=((upto - of_sequence) * counts + padding)[None])

@@ -5,17 +5,13 @@ gradient is reduced here: the gradient layout knows whether it is whole, a shard
 return adds it up. The stock styles are not used: they are wrong under gradient accumulation for q/k norms, do not support tp
 above the key/value heads, gather full logits, and are 1.1-2.8 times slower on CPU.
 
-Sequence parallelism: between the parts of a layer that tp divides, each rank holds only its share of the tokens.
-
-The residual stream, the norms and all other token-wise modules run on T/t of the T tokens of a pack. Tokens are gathered at
-the start of an attention or MLP block and before the head (`Replica`), and summed and scattered at the end of a row-parallel
-projection (and after the embedding). That is the all-reduce of plain tensor parallelism in two halves, for the same bytes
-(Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2). It works for any
-family: a block is the module that owns the projections the plan cuts.
-
-Promise: T is a multiple of t (`Replica.forward` pads a pack with an isolated sequence). The gradient of every parameter
-outside of blocks, and of every bias of a row-parallel projection, is a part of a sum over the tp group; the gradient layout
-adds it up.
+Sequence parallelism: between the parts of a layer that tp divides (residual stream, norms and all other token-wise modules),
+each rank holds only T/t of the T tokens of a pack. Tokens are gathered at the start of an attention or MLP block and before
+the head (`Replica`), and summed and scattered at the end of a row-parallel projection (and after the embedding). That is the
+all-reduce of plain tensor parallelism in two halves, for the same bytes (Korthikanti et al., 2022, "Reducing Activation
+Recomputation in Large Transformer Models", section 4.2.2). It works for any family: a block is the module that owns the
+projections the plan cuts. T is a multiple of t (`Replica.forward` pads a pack with an isolated sequence). The gradient of
+every parameter outside of blocks, and of every bias of a row-parallel projection, is then a part of a sum over the group.
 """
 
 import copy

@@ -12,7 +12,7 @@ plan.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 
@@ -153,8 +153,7 @@ _TOLERANCE = 1e-9
 def order_phases(first_cost: Sequence[float], switch_cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Returns the order that minimises `first_cost[order[0]]` plus the switch costs between neighbours.
 
-    Up to `EXACT_PHASES` phases by Held-Karp dynamic programming; the lexicographically smallest order among equals.
-    Beyond that, the best of several starts (the given order, and the nearest neighbour from each phase), each improved
+    Up to `EXACT_PHASES` phases of all orders; the lexicographically smallest among equals. Beyond that, the best of several starts (the given order, and the nearest neighbour from each phase), each improved
     by moving one phase or reversing a stretch until nothing helps; never worse than the given order.
 
     `switch_cost[a][b]` is the cost of running phase b right after phase a; the diagonal is not read. Raises `PlanError`:
@@ -166,36 +165,10 @@ def order_phases(first_cost: Sequence[float], switch_cost: Sequence[Sequence[flo
     if not all(math.isfinite(cost) and cost >= 0 for row in (first_cost, *switch_cost) for cost in row):
         raise PlanError("a switch cost is negative or not a finite number")
     if count <= EXACT_PHASES:
-        return _exact(first_cost, switch_cost)
+        costs = {order: _cost(order, first_cost, switch_cost) for order in permutations(range(count))}
+        most = min(costs.values()) * (1 + _TOLERANCE)
+        return next(order for order, cost in costs.items() if cost <= most)
     return _improved(first_cost, switch_cost)
-
-
-def _exact(first_cost: Sequence[float], switch_cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    count = len(first_cost)
-    everything = (1 << count) - 1
-    # rest[visited][last]: the least cost of the unvisited phases after phase `last`
-    rest = [[0.0] * count for _ in range(everything + 1)]
-    for visited in range(everything - 1, 0, -1):
-        left = [b for b in range(count) if not visited >> b & 1]
-        for a in range(count):
-            if visited >> a & 1:
-                rest[visited][a] = min(switch_cost[a][b] + rest[visited | 1 << b][b] for b in left)
-    order: list[int] = []
-    visited = 0
-    budget = math.inf
-    # The first phase that still allows the optimum gives the lexicographically smallest order.
-    while len(order) < count:
-        step = switch_cost[order[-1]] if order else first_cost
-        left = [b for b in range(count) if not visited >> b & 1]
-        totals = {b: step[b] + rest[visited | 1 << b][b] for b in left}
-        if not order:
-            budget = min(totals.values()) * (1 + _TOLERANCE)
-        cheapest = min(totals.values())
-        chosen = next(b for b in left if totals[b] <= max(budget, cheapest))
-        order.append(chosen)
-        visited |= 1 << chosen
-        budget -= step[chosen]
-    return tuple(order)
 
 
 def _cost(order: Sequence[int], first_cost: Sequence[float], switch_cost: Sequence[Sequence[float]]) -> float:

@@ -12,7 +12,7 @@ the fast links inside the node. There are two hops, sometimes three:
 Fractions are decided for sets of ranks (independently for receivers and senders: bytes that leave by any device may
 land on any), then applied to the pieces of each kind of segment. A gradient return is the adjoint: contributions are
 summed inside the node before the sum crosses. A set of several needers then always lands in a relay buffer: sums have
-one fixed order, and gradients are not overwritten. Everything is visited in a fixed order, never in hash order.
+one fixed order, and gradients are not overwritten.
 
 Not needed on one node, nor if a device's port inside its node is slower than its share of the NICs (`relay_pays`).
 """

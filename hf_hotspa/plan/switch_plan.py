@@ -181,8 +181,7 @@ class Schedule:
 
 # The fluid port model. Every device has a full-duplex port to the devices of its node; traffic between nodes passes the
 # device's share of its node's network interfaces (NICs), or, if there are fewer NICs than devices, the node's shared
-# interfaces. A set of transfers takes the time of its busiest port: no latency, no protocol, perfect overlap. This
-# compares plans; it does not predict measured times.
+# interfaces. A set of transfers takes the time of its busiest port: no latency, no protocol, perfect overlap.
 
 Bytes = npt.NDArray[np.float64]
 

@@ -7,15 +7,14 @@ memory, and the next unit can load while one computes. All other pairs count as 
 units use (tied embeddings) stay for the complete phase: they are *resident*.
 
 `make_program` puts the transfers of a phase in the one order in which every rank takes part, and turns the passes of
-each stage (`packing.pipeline_order.beats`) into *visits*: a unit in a pass. A loaded unit is not loaded again: the last
-two units of a forward pass serve the following backward pass, and the first two the next pack. A load starts when its
-memory is free, at most two visits ahead; a return follows the visit that made the gradient. The order cannot deadlock:
-it comes from one run in which all that a visit or transfer waits for precedes it.
+each stage (`packing.pipeline_order.beats`) into *visits*: a unit in a pass. A loaded unit is not loaded again where it is
+still there: when a pass turns round. A load starts when its memory is free, at most two visits ahead; a return follows the
+visit that made the gradient. The order cannot deadlock: it comes from one run in which all that a visit or transfer waits
+for precedes it.
 
 ZeRO stages 2 and 3: Rajbhandari et al. (SC'20, section 5). Plain data; no torch.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,14 +147,6 @@ class Program:
 
     transfers: tuple[UnitTransfer, ...]
     stages: tuple[tuple[StagePass, ...], ...]
-
-    def digest(self) -> str:
-        """SHA-256 of everything; must be the same on all ranks."""
-        return hashlib.sha256(repr((self.transfers, self.stages)).encode()).hexdigest()
-
-    def count(self, unit: int, is_load: bool) -> int:
-        """How often a unit is loaded, or returned."""
-        return self.transfers.count(UnitTransfer(unit, is_load))
 
 
 class _Draft:

@@ -25,7 +25,7 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.parallel.agreement import rank_names
 from hf_hotspa.parallel.head_loss import AuxiliaryLoss
-from hf_hotspa.parallel.loss import WITH_ARG_MAX, TokenLoss
+from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.rows.read_row import IGNORED_LABEL
 from hf_hotspa.switched.passes import (
     FLAT_COLUMNS,
@@ -39,6 +39,7 @@ from hf_hotspa.switched.passes import (
     Wanted,
     facts_of,
 )
+from hf_hotspa.switched.scores import WITH_ARG_MAX
 from hf_hotspa.switched.tape import Comparison
 from hf_hotspa.typed import reading_state
 
@@ -129,7 +130,7 @@ class Request:
     batch: Batch
     num_items: float | None  # the divisor of the sum of cross entropies; None for this rank's labels
     columns: Sequence[str]  # the fields of TRL's output; none for transformers' output
-    fields: int  # how many of the first `parallel.scores.FIELDS` to compute; 0 for a loss alone, or nothing
+    fields: int  # how many of the first `scores.FIELDS` to compute; 0 for a loss alone, or nothing
     wants_loss: bool  # whether to compute the cross entropy
     aux: bool  # whether to compute the auxiliary loss
     kept: int | Tensor  # the number of last logit columns, or an index of columns; 0: all

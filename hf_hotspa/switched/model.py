@@ -29,7 +29,6 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, UnsupportedError
 from hf_hotspa.model.model_kind import Readout, has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.parallel.loss import FIELDS, WITH_ARG_MAX
 from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.read_row import RowRules
@@ -56,6 +55,7 @@ from hf_hotspa.switched.calls import (
     unreadable,
 )
 from hf_hotspa.switched.passes import Mode, Passes, Results, Upstream, Wanted
+from hf_hotspa.switched.scores import FIELDS, WITH_ARG_MAX
 
 LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_empty")
 

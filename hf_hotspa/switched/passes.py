@@ -27,11 +27,9 @@ from hf_hotspa.packing.bucketing import MiniBatchPlan, Speeds, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, replica_ranks
 from hf_hotspa.parallel.head_loss import AuxiliaryLoss, LogitLoss, LossOfLogits, Objective
 from hf_hotspa.parallel.loss import (
-    WITH_ARG_MAX,
     TokenLoss,
     TokenSlice,
     of_nothing,
-    token_scores,
     tokens_of,
     vocab_parallel_log_probabilities,
 )
@@ -39,6 +37,7 @@ from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.switched.scores import WITH_ARG_MAX, token_scores
 from hf_hotspa.switched.tape import Comparison, Factors, Tape, Taping, pieces
 
 # -- documents --------------------------------------------------------------------------------------------------------
@@ -359,7 +358,7 @@ class Mode(NamedTuple):
 class Wanted(NamedTuple):
     """The results of a pass: of a `Results`, what it is to have."""
 
-    fields: int = 0  # how many of the first `parallel.scores.FIELDS` of each token; -1: not even that they are 0
+    fields: int = 0  # how many of the first `scores.FIELDS` of each token; -1: not even that they are 0
     sums: bool = False  # instead of these, each document's sum of log-probabilities
     logits: bool = False
     auxiliary: bool = False

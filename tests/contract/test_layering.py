@@ -25,6 +25,10 @@ from tests.contract.layers import (
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 900
 FEATURES = "hf_hotspa/features/"
+CORE = tuple(
+    f"hf_hotspa/{name}" for name in ("engine/", "layout/", "model/", "packing/", "parallel/", "plan/", "strategy.py")
+)
+MOST_CORE_FILES, MOST_CORE_LINES = 56, 18000  # may only fall
 DIRECT = 13
 """Imports of a feature from outside of its folder; may only fall."""
 FILES = [file for file in source_files(*PACKAGE_FOLDERS) if file not in ROOT_FILES]
@@ -63,6 +67,14 @@ def test_features_are_imported_by_the_seam_alone() -> None:
         and Path(target).parent != Path(found.file).parent
     ]
     assert len(direct) <= DIRECT, "\n".join(direct)
+
+
+def test_the_core_is_small() -> None:
+    """Something new belongs to its feature, or to its only user."""
+    lines = {file: len((ROOT / file).read_text().splitlines()) for file in FILES if file.startswith(CORE)}
+    assert {Path(file).parts[1] for file in lines} == {Path(name).name for name in CORE}
+    assert len(lines) <= MOST_CORE_FILES
+    assert sum(lines.values()) <= MOST_CORE_LINES
 
 
 def test_no_two_files_of_one_name_hold_different_subjects() -> None:

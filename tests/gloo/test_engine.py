@@ -9,12 +9,11 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import rank_slots
-from hf_hotspa.model.replica import gradient_of
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
-from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
+from tests.worlds import gradient_of, make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 

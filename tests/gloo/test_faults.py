@@ -56,7 +56,7 @@ from hf_hotspa.costs.terms import Cost
 from hf_hotspa.data.collator import RowCollator
 from hf_hotspa.engine import engine as engine_module
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.faults import OutOfMemory, fewest_tokens, largest_packs, record, warn_of_known
+from hf_hotspa.engine.faults import OutOfMemory
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PhaseMemoryError
 from hf_hotspa.model.replica import Replica
@@ -65,6 +65,7 @@ from hf_hotspa.parallel.backends import BACKENDS
 from hf_hotspa.strategy import Strategy, parse_buckets
 from hf_hotspa.trainer import run_plan
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.known_shortages import fewest_tokens, largest_packs, record, warn_of_known
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model

@@ -16,13 +16,12 @@ from hf_hotspa.costs.formulas import model_state_bytes
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.engine.loading import open_model
 from hf_hotspa.layout.placement import MASTER_ALIGNMENT
-from hf_hotspa.model.replica import gradient_of
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.plan.units import Units
 from hf_hotspa.strategy import Strategy
 from tests.gloo.test_loading import random_files
 from tests.harness import run_ranks
-from tests.worlds import make_engine, make_mini_batch
+from tests.worlds import gradient_of, make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
 

@@ -10,10 +10,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.parallel.loss import FIELDS, token_scores
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.calls import EveryToken
 from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.switched.scores import FIELDS, token_scores
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.lora import tiny_lora

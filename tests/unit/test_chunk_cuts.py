@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_hotspa.costs.time import squared_lengths
 from hf_hotspa.data.collator import MicroBatch, PackedBucketCollator
-from hf_hotspa.packing.cuts import cut_into_chains, num_chunks, squared_lengths
+from hf_hotspa.packing.cuts import cut_into_chains, num_chunks
 from hf_hotspa.parallel.loss import tokens_of
 from hf_hotspa.rows.read_row import RowRules
 from hf_hotspa.strategy import parse_buckets

@@ -12,11 +12,11 @@ from transformers.models.llama import LlamaForCausalLM, LlamaModel
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, StrategyError, UnsupportedError
 from hf_hotspa.features.isolation.isolation import run_alone
-from hf_hotspa.model.layer_kind import LayerKind
+from hf_hotspa.model.model_kind import LayerKind
 from hf_hotspa.model.pass_through import stage_unsupported_reason
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention
-from hf_hotspa.parallel.rope import counted_positions, counting_from
+from hf_hotspa.parallel.rope import counting_from, with_counted_positions
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 from tests import family_page
 from tests.families import tiny_model
@@ -80,7 +80,7 @@ def test_positions_of_a_pack_are_those_that_a_family_counts_from_ids() -> None:
     ids, lengths = torch.tensor([[i for row in rows for i in row]]), tuple(map(len, rows))
     pack = MicroBatch(ids, ids, ids, torch.tensor([0, 4, 6, 7, 10, 13], dtype=torch.int32), lengths, 0)
     alone = [embedding.create_position_ids_from_input_ids(torch.tensor([row]), 0) for row in rows]
-    assert counted_positions(pack, 0).tolist() == torch.cat(alone, 1).tolist()
+    assert with_counted_positions(pack, 0).position_ids.tolist() == torch.cat(alone, 1).tolist()
     assert describe_model(tiny_model_of("roberta")).shape.max_position_embeddings == 255
     assert counting_from(tiny_model_of("llama").model, "llama") is None
     embedding.create_position_ids_from_input_ids = lambda ids, padding: ids

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_hotspa.costs.memory import most_packs
 from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import Pipeline, TimeModel
 from hf_hotspa.errors import StrategyError
@@ -17,7 +18,6 @@ from hf_hotspa.packing.pipeline_order import (
     check_runs,
     choose_interleaved,
     interleaved_order,
-    most_packs,
     reaches,
     torch_order,
 )

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hf_hotspa.features.isolation import isolation
 from hf_hotspa.features.isolation.isolation import Sequences, delta_rule, mix_packed, set_heads_of_shard
-from hf_hotspa.model.layer_kind import is_linear_attention, projections
+from hf_hotspa.model.model_kind import is_linear_attention, projections
 from hf_hotspa.parallel.attention import PackedSequences
 from tests.oracle import exact_in_double
 from tests.tiny_families import tiny_model_of

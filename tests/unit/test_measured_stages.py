@@ -99,11 +99,11 @@ def test_a_plan_with_a_calibration_cuts_as_training_does(tmp_path: object) -> No
 
 @pytest.mark.parametrize(("place", "heavy"), [(0, 5), (3, 7), (7, 4), (4, 20)])
 def test_one_heavy_layer_costs_the_slowest_stage_no_more_than_the_best_of_all_cuts(place: int, heavy: int) -> None:
-    from tests.unit.test_stages import cuts
+    from tests.unit.test_stages import cuts, slowest
 
     costs = tuple(heavy if layer == place else 1 for layer in range(8))
     calibration = made_calibration(tiny_model(FAMILY), 2, {1: Cost(b=1e-6)}, hop=Hop(1e-6, 1e-10))
     measured = calibration.stage_costs(costs)
     for pp in (2, 3, 4):
-        best = min(measured.slowest(cut) for cut in cuts(8, pp))
-        assert measured.slowest(measured.stages(pp)) <= 1.05 * best
+        best = min(slowest(measured, cut) for cut in cuts(8, pp))
+        assert slowest(measured, measured.stages(pp)) <= 1.05 * best

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from hf_hotspa.costs.memory import most_packs
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import (
@@ -15,7 +16,6 @@ from hf_hotspa.packing.pipeline_order import (
     choose_passes,
     delays,
     joint_passes,
-    most_packs,
     operations,
     reaches,
 )

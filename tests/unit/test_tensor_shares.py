@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.terms import Cost
-from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.costs.time import TimeModel, fastest_stages
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.features.slow_devices.reaction import StageCuts
 from hf_hotspa.features.slow_devices.speeds import SpeedHistory, shares_by_speed, works_by_degree
 from hf_hotspa.layout.placement import gradient_layout, rank_slots, strategy_layout
 from hf_hotspa.layout.shares import (
     cut_columns,
-    fastest_stages,
     have_same_shards,
     is_uneven,
     largest_share,

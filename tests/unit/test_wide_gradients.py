@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from hf_hotspa.model import replica
-from hf_hotspa.model.replica import KNOWS_GRAD_DTYPE, bind_gradient, gradient_of, widen
+from hf_hotspa.model.replica import KNOWS_GRAD_DTYPE, bind_gradient, widen
+from tests.worlds import gradient_of
 
 
 def accumulated(dtype, wide, uses=1):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hotspa.features.eight_bit.row_codes import SCALES, RowCodes
-from hf_hotspa.model.packed_product import LinearProduct
+from hf_hotspa.model.packed_layer import LinearProduct
 
 if TYPE_CHECKING:
     from torchao.quantization import Int8Tensor

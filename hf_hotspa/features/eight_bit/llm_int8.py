@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.features.eight_bit.row_codes import SCALES, RowCodes, is_of_replica
-from hf_hotspa.model.packed_product import LinearProduct, library_layers
+from hf_hotspa.model.packed_layer import LinearProduct, library_layers
 from hf_hotspa.parallel.collectives import CLOCK
 
 _EACH = 1.0 / 127.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hotspa.layout.vector import Packed, ParameterSpec
-from hf_hotspa.model.packed_product import LinearProduct
+from hf_hotspa.model.packed_layer import LinearProduct
 from hf_hotspa.model.replica import to_storage
 
 SCALES = "scales"

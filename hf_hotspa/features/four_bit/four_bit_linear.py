@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hf_hotspa.errors import ModelError
 from hf_hotspa.features.four_bit.four_bit_weight import NARROW, SCALES, FourBitWeight, dtype_of
-from hf_hotspa.model.packed_product import LinearProduct, library_layers
+from hf_hotspa.model.packed_layer import LinearProduct, library_layers
 
 
 @dataclass(frozen=True)

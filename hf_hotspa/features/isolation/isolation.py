@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.model.layer_kind import CONVOLUTION, RECURRENCE, LayerKind, is_linear_attention, projections
+from hf_hotspa.model.model_kind import CONVOLUTION, RECURRENCE, LayerKind, is_linear_attention, projections
 from hf_hotspa.parallel.attention import PackedSequences, calls_attention
 from hf_hotspa.parallel.collectives import CLOCK, with_gradient
 from hf_hotspa.parallel.context import ContextGroup, Division, gathered, heads_to_tokens, scattered_sum, tokens_to_heads
