@@ -19,8 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
+import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,7 +37,7 @@ from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ADAM, ModelSizes
 from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.engine.switching import free_memory
+from hf_hotspa.engine.switching import device_limit
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
@@ -706,5 +708,25 @@ def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[i
     if given is not None:
         return planned_limit(given * _MIB, None, "", "")
     local = nodes.local(args.process_index) if (nodes := known_nodes()) is not None else 1
-    free, source = free_memory(args.device, local)
+    free, source = _free_memory(args.device, local)
     return planned_limit(None, float(agreement.gather([free]).min()), source, "hotspa_memory_limit_mb")
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def _free_memory(device: torch.device, local: int) -> tuple[float, str]:
+    """Bytes that this process may fill, one of `local` on its machine, and the source of the number."""
+    if (on_device := device_limit(device)) is not None:
+        return float(on_device), "of what is free on the device"
+    return _free_host_memory() / local, f"of the free memory of the machine, for each of {local} processes"
+
+
+def _free_host_memory() -> float:
+    free = float(psutil.virtual_memory().available)
+    try:
+        allowed = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, float(allowed) - used) if allowed.isdecimal() else free

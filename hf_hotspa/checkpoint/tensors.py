@@ -30,7 +30,7 @@ from hf_hotspa.engine.master import MasterStore, bare_optimizer
 from hf_hotspa.engine.optimizer_states import Stored, states_of
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.layout.placement import master_layout
-from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, trained_part
+from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, build_vector
 from hf_hotspa.model.replica import from_storage, to_storage
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.agreement import Agreement, any_flag, packed_flags
@@ -87,7 +87,10 @@ def named_tensors(tensors: Mapping[str, Tensor]) -> list[tuple[TensorRecord, Ten
 
 def saved_vector(vector: ParameterVector, adapted: bool) -> ParameterVector:
     """Returns the parameters that checkpoints of a model hold: all of them, or beside a frozen base the trained ones."""
-    return trained_part(vector) if adapted else vector
+    if not adapted:
+        return vector
+    trained = [spec for spec in vector.specs if spec.trainable]
+    return build_vector(trained, vector.layer_costs, vector.head_cost).with_measured(vector.measured)
 
 
 def drop_unstepped(master: MasterStore, optimizer: Optimizer, agreement: Agreement) -> None:

@@ -8,10 +8,8 @@ import gc
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from pathlib import Path
 from typing import NamedTuple
 
-import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
 from torch import Tensor
 
@@ -579,8 +577,6 @@ def _num_bytes(sizes: Sequence[int], dtypes: Wires) -> int:
 
 # -- the memory of a device --------------------------------------------------------------------------------------------
 
-_CGROUP = Path("/sys/fs/cgroup")
-
 
 def device_limit(device: torch.device) -> int | None:
     """Bytes that this process can still allocate on an accelerator; None on the CPU, where the limit is unknown.
@@ -593,20 +589,3 @@ def device_limit(device: torch.device) -> int | None:
     gc.collect()  # a model has reference cycles
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def free_memory(device: torch.device, local: int) -> tuple[float, str]:
-    """Bytes that this process may fill, one of `local` on its machine, and the source of the number."""
-    if (on_device := device_limit(device)) is not None:
-        return float(on_device), "of what is free on the device"
-    return _free_host_memory() / local, f"of the free memory of the machine, for each of {local} processes"
-
-
-def _free_host_memory() -> float:
-    free = float(psutil.virtual_memory().available)
-    try:
-        allowed = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, float(allowed) - used) if allowed.isdecimal() else free

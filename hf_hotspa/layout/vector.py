@@ -296,12 +296,6 @@ class ParameterVector:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-def trained_part(vector: ParameterVector) -> ParameterVector:
-    """Returns the vector of the trained parameters alone, in the same order."""
-    trained = [spec for spec in vector.specs if spec.trainable]
-    return build_vector(trained, vector.layer_costs, vector.head_cost).with_measured(vector.measured)
-
-
 def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], head_cost: int) -> ParameterVector:
     """Orders the parameters by unit (embedding, layers, head, beside), then by segment, and assigns offsets. `specs`: the
     parameters in the model's order; their offsets are ignored. Raises `ModelError`: a sharded parameter is empty or

@@ -8,11 +8,7 @@ first lands in a relay buffer (or in a target). A plan knows no transport and no
 * a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint
   of a load: hops run backwards, copies become sums.
 
-No torch; numpy int64 throughout.
-
-The planner calls `prove` on every plan. It follows a load hop by hop: what a rank sends must be in the named buffer
-before the hop, what arrives must be wanted there, and the target buffers must finally hold all of the target layout,
-nothing twice. A gradient return is proved as the load whose adjoint it is.
+The planner calls `prove` on every plan. No torch; numpy int64 throughout.
 """
 
 import hashlib
@@ -333,7 +329,7 @@ class SwitchPlan:
 
 
 def prove(plan: SwitchPlan, source: Layout | Sequence[Layout], target: Layout) -> None:
-    """Proves a plan against its layouts.
+    """Proves a plan against its layouts, hop by hop; a gradient return as the load whose adjoint it is.
 
     Every rank has what it sends at that offset when the hop begins; every destination has it at the offset of its
     receive; and each needed element (load) or contribution (gradient return) is delivered exactly once. Raises
