@@ -130,7 +130,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
                 self.cost = report.race.cost
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = not trainer._hotspa.watchers.plan._race.is_on
+            control.should_training_stop = not trainer._hotspa.watchers.plan.choices.race.is_on
 
     def arguments(limit: int | None) -> Any:
         return HotSPaTrainingArguments(
@@ -155,9 +155,9 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
     trainer.train()
     found = compare(trainer, options.repeats, os.cpu_count() or 1, options.published)
     trainer.close_engine()
-    auto = trainer._hotspa.watchers.plan
+    auto = trainer._hotspa.watchers.plan.choices
     raced = [" + ".join(str(bucket.strategy) for bucket in pool) for pool in (auto.plan.pool, *auto.plan.raced)]
-    kept = raced[auto._race.plan]
+    kept = raced[auto.race.plan]
     cost = getattr(noted, "cost", 0.0)
     return {"limit_mb": limit, "beyond_dp": beyond_dp, "rows": size, "plans": raced, "kept": kept, "race": noted.race_line, "cost": cost,
             "first_step_s": noted.first, "runs": raced_runs, **found}  # fmt: skip

@@ -177,7 +177,7 @@ def _switching(trainer: "SwitchedMixin") -> Side:
     plan = trainer._hotspa.watchers.plan
     if not trainer.args.hotspa_auto:
         return Side(SWITCHING, given_buckets(trainer.args, trainer.model))
-    if (chooser := plan.chooser) is None:
+    if plan.choices is None or (chooser := plan.choices.chooser) is None:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
     choose = lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets  # noqa: E731
     return Side(SWITCHING, plan.pool, choose)

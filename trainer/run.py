@@ -229,9 +229,7 @@ class Run:
         if args.hotspa_auto:
             evaluated = [*(given.values() if isinstance(given, dict) else [given]), rows.evaluated]
             tables, size = rows.tables(trainer.train_dataset, evaluated, loader, agreement), args.hotspa_rows_a_step
-            plan: RunPlan = prepare_auto(
-                model, args, agreement, lambda: tables, size, sampled=rows.sampled, fields=rows.fields
-            )
+            plan = prepare_auto(model, args, agreement, lambda: tables, size, sampled=rows.sampled, fields=rows.fields)
         else:
             known = find_calibration(model, args, agreement)
             plan = RunPlan(given_buckets(args, model), args, known)

@@ -1,19 +1,16 @@
-"""`RunPlan`: the strategies of a run's mini-batches, and their predicted seconds; `AutoStrategies` with
-`hotspa_strategies=auto`.
+"""`RunPlan`: the strategies of a run's mini-batches, and their predicted seconds.
 
 Given strategies are predicted if the machine is known, from `hotspa_calibration`, or from the cache of an earlier run
 with `auto` or `hf-hotspa calibrate`. These predictions decide nothing, are never corrected, and are the same on all
 ranks. A cache that cannot be read only causes a warning.
 
 With `auto`, on all ranks: the lengths are scanned, the machine is calibrated (a file, the cache, or seconds of
-measuring), the search makes a plan under the memory limit, and the main process prints it. `AutoStrategies` asks the
-chooser for each mini-batch, passes measurements to it, and adds predictions to reports. An error of one rank is raised
-by all.
+measuring), the search makes a plan under the memory limit, and the main process prints it; `search.choices` chooses for
+each mini-batch. An error of one rank is raised by all.
 """
 
 import json
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,13 +29,12 @@ from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
-from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ADAM, ModelSizes
 from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.switching import device_limit
-from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
+from hf_hotspa.errors import HotspaError, printable
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.model_kind import without_attention_dropout
@@ -54,16 +50,15 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import RunQuestion, longest_wanted, make_auto_plan, stock_settings
 from hf_hotspa.search.bucket_plan import Plan, limit_text
-from hf_hotspa.search.chooser import PhaseChooser, predict_phases
+from hf_hotspa.search.choices import Choices
+from hf_hotspa.search.chooser import predict_phases
 from hf_hotspa.search.histogram import LengthsSeen
 from hf_hotspa.search.offers import divided
-from hf_hotspa.search.race import Race
 from hf_hotspa.search.single import Singles, SingleStrategy, with_single
-from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
+from hf_hotspa.strategy import Bucket, Strategy, strategies_with_options
 from hf_hotspa.switched.passes import SideInputs
 from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments, argument_options
 from hf_hotspa.trainer.known_shortages import FILE, fewest_tokens, largest_packs, warn_of_known
-from hf_hotspa.typed import reading_state
 
 logger = logging.getLogger(__name__)
 
@@ -114,20 +109,24 @@ class Known:
 
 
 class RunPlan:
-    """The given strategies, and their predicted seconds if the machine is known.
+    """The strategies of a run's mini-batches, given or chosen, and their predicted seconds if the machine is known.
 
     Attributes:
         buckets: All buckets that the engine needs.
+        choices: What chooses among them; None for given strategies.
         stage_costs: The costs that stages are cut by; None to cut by count.
+        time: The time model that chunks of tokens are cut by; None for given strategies.
         predicted_bytes: The predicted bytes of strategies on their fullest ranks with full packs.
         fits: Raises if a device cannot hold the strategies, for a description with another stage partition.
         single: The best single strategy that fits, if any; None before `compare_with_single`.
-        is_idle: Whether mini-batches need not be asked for, or reported.
+        singles: Returns all that fit; none before `compare_with_single`.
         predicts: Whether the seconds of this machine are known.
     """
 
-    time: TimeModel | None = None  # the time model that chunks of tokens are cut by; None for given strategies
+    time: TimeModel | None = None
     predicted_bytes: Mapping[Strategy, float] = {}
+    choices: Choices | None = None
+    single: SingleStrategy | None = None
 
     def __init__(
         self, buckets: tuple[Bucket, ...] = (), args: HotSPaTrainingArguments | None = None, known: Known | None = None
@@ -136,19 +135,35 @@ class RunPlan:
         self._args: Any = args
         self._known = known
         self._cost: CostModel | None = None
-        self.is_idle, self.predicts = known is None, known is not None
+        self.predicts = known is not None
         self.fits: Callable[[ModelDescription], None] = self._check_given
-        self.single: SingleStrategy | None = None
-        self.singles: Callable[[], Singles] = Singles  # returns all that fit; none before `compare_with_single`
+        self.singles: Callable[[], Singles] = Singles
+
+    @classmethod
+    def chosen(
+        cls,
+        choices: Choices,
+        args: HotSPaTrainingArguments,
+        stage_costs: StageCosts | None,
+        fits: Callable[[ModelDescription], None],
+        singles: Callable[[], Singles],
+    ) -> "RunPlan":
+        """The plan of a search; for the last three see the attributes."""
+        plan, cost, made = choices.plan, choices.cost, cls(choices.plan.buckets, args)
+        made.choices, made.stage_costs, made.fits, made.singles = choices, stage_costs, fits, singles
+        made.predicts, made.time = choices.predicts, cost.time
+        made.predicted_bytes = {b.strategy: m.total for b, m in zip(plan.buckets, plan.memory, strict=True)}
+        made.single = SingleStrategy(plan.choice.static, cost.time, choices.switch, cost.sizes.shape.quadratic_cost)
+        return made
 
     @property
-    def chooser(self) -> PhaseChooser | None:
-        """The chooser of the plan that runs next; None if nothing is chosen, and before a run has begun."""
-        return None
+    def is_idle(self) -> bool:
+        """Whether mini-batches need not be asked for, or reported."""
+        return self.choices is None and not self.predicts
 
     @property
     def pool(self) -> tuple[Bucket, ...]:
-        return self.buckets
+        return self.buckets if self.choices is None else self.choices.pool
 
     def _check_given(self, cut: ModelDescription) -> None:
         measured = self._known.calibration if self._known is not None else None
@@ -156,6 +171,8 @@ class RunPlan:
 
     def begin(self, description: ModelDescription) -> None:
         """Called once the model has been read. Raises `DeviceMemoryError`: see `check_given`."""
+        if self.choices is not None:  # the search has read it, and checked what fits
+            return
         self.fits(description)
         self.take_cut(description)
         if (cost := self._cost) is not None:
@@ -193,225 +210,37 @@ class RunPlan:
 
     def start(self, num_steps: int) -> None:
         """Begins a run of `num_steps` mini-batches; keeps what an earlier one learnt."""
+        if self.choices is not None:
+            self.choices.start(num_steps)
 
     def choose(self, step: int, lengths: Sequence[int]) -> tuple[Bucket, ...]:
         """The buckets of a mini-batch. Also called in a thread."""
-        return self.buckets
+        return self.buckets if self.choices is None else self.choices.choose(step, lengths)
 
     def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
         """Takes the report of a training pass of mini-batch `step`; returns it with predictions."""
-        assert self._cost is not None
-        predicted = {str(p.strategy): p.seconds for p in predict_phases(self._cost.time, self._switch, plan)}
-        phases = (replace(phase, predicted_s=predicted[phase.strategy]) for phase in report.phases)
+        if self.choices is not None:
+            predicted = self.choices.trained(step, plan, report)
+        else:
+            assert self._cost is not None
+            predicted = {phase.strategy: phase for phase in predict_phases(self._cost.time, self._switch, plan)}
+        if predicted is None:
+            return report
+        phases = (replace(p, predicted_s=predicted[Strategy.parse(p.strategy)].seconds) for p in report.phases)
         report = replace(report, phases=tuple(phases))
         return with_single(report, self.single, plan) if self.single is not None else report
 
     def ended(self, step: int, report: StepReport) -> StepReport:
         """Takes the report of all of mini-batch `step`; returns it with the result of a race, if one has ended."""
-        return report
+        return report if self.choices is None else self.choices.ended(step, report)
 
     def summary(self) -> dict[str, Any] | None:
         """The plan for the record of a run; None for given strategies, or without predictions."""
-        return None
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """The state with which a resumed run chooses as this one would; JSON-ready. None if nothing is chosen."""
-        return None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state, also of a run with another pool. Raises `HotspaConfigError` if it is not a state."""
+        return self.choices.plan.summary() if self.choices is not None and self.predicts else None
 
 
 START_S = 20.0  # about the seconds of measuring before a run whose first mini-batches race the nearest plans
 _MIB = 1 << 20
-_REFITS_KEPT = 16
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What a search chose for a run, and what is known of its strategies."""
-
-    plan: Plan
-    cost: CostModel
-    singles: Callable[[], Singles]  # returns the single strategies to compare with
-    stage_costs: StageCosts | None  # the costs that stages are cut by in the plan
-    # raises if a device cannot hold the pools, for a description with another stage partition
-    fits: Callable[[ModelDescription], None]
-    predicts: bool = True  # whether the cost model's seconds are from this machine
-    # watches lengths, and plans for new ones with the engine's strategies; None if all were known at the start
-    renewed: tuple[LengthsSeen, Callable[[list[int]], Plan]] | None = None
-
-
-class AutoStrategies(RunPlan):
-    """The plan that a search made, and its choice of phases."""
-
-    time: TimeModel
-    single: SingleStrategy
-
-    def __init__(self, chosen: Chosen, args: HotSPaTrainingArguments) -> None:
-        plan, cost = chosen.plan, chosen.cost
-        super().__init__(plan.buckets, args)
-        self.fits, self.singles, self.stage_costs = chosen.fits, chosen.singles, chosen.stage_costs
-        self.is_idle, self.predicts, self._renewed, self.plan = False, chosen.predicts, chosen.renewed, plan
-        self._pools = self._raced(plan)
-        self._choosers: list[PhaseChooser] = []
-        self._race: Race | None = None
-        self._passes: list[tuple[float, list[float], bool]] = []
-        self._step_lengths: list[int] = []
-        self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
-        self.time, self._quadratic_cost = cost.time, cost.sizes.shape.quadratic_cost
-        self.predicted_bytes = {b.strategy: m.total for b, m in zip(plan.buckets, plan.memory, strict=True)}
-        self._switch = cost.switch_seconds([bucket.strategy for bucket in (*plan.buckets, plan.choice.static)])
-        self.single = SingleStrategy(plan.choice.static, cost.time, self._switch, self._quadratic_cost)
-
-    def _raced(self, plan: Plan) -> tuple[tuple[Bucket, ...], ...]:
-        # measured seconds differ from run to run
-        return (plan.pool,) if self._args.full_determinism else (plan.pool, *plan.raced)
-
-    def begin(self, description: ModelDescription) -> None:
-        """Nothing: the search has read the model, and checked what fits."""
-
-    @property
-    def chooser(self) -> PhaseChooser | None:
-        return self._choosers[self._race.plan] if self._race is not None else None
-
-    @property
-    def pool(self) -> tuple[Bucket, ...]:
-        return self.chooser.pool if self.chooser is not None else self.plan.pool
-
-    def start(self, num_steps: int) -> None:
-        before, self._choosers = self._choosers, [self._chooser(pool) for pool in self._pools]
-        for chooser, old in zip(self._choosers, before, strict=False):
-            chooser.load_state_dict(old.state_dict())
-            chooser.restart()
-        if self._race is None:
-            self._race = Race(self._names, num_steps, self.plan.trial_order if len(self._pools) > 1 else ())
-        else:
-            self._race.continue_run(num_steps)
-
-    @property
-    def _names(self) -> list[str]:
-        return [" + ".join(str(bucket.strategy) for bucket in pool) for pool in self._pools]
-
-    def _chooser(self, pool: tuple[Bucket, ...]) -> PhaseChooser:
-        args = self._args
-        return PhaseChooser(
-            pool, self.time, self._switch, quadratic_cost=self._quadratic_cost, max_phases=args.hotspa_max_buckets,
-            refit=not args.full_determinism, delay=0,
-        )  # fmt: skip
-
-    def choose(self, step: int, lengths: Sequence[int]) -> tuple[Bucket, ...]:
-        chooser = self.chooser
-        return chooser.choose(step, lengths, chooser.previous).buckets if chooser is not None else self.buckets
-
-    def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
-        race, chooser = self._race, self.chooser
-        assert race is not None
-        assert chooser is not None
-        lengths = [sequence.num_tokens for phase in plan.phases for sequence in phase.sequences()]
-        self._step_lengths += lengths
-        if not self.predicts:
-            chooser.trained(step, plan, None)
-            return report
-        predicted = {phase.strategy: phase for phase in chooser.predict(step, plan)}
-        phases, measured = [], {}
-        for phase in report.phases:
-            strategy = Strategy.parse(phase.strategy)
-            phases.append(replace(phase, predicted_s=predicted[strategy].seconds))
-            measured[strategy] = PhaseSeconds(strategy, phase.compute_s, phase.moved_s)
-        if measured and len(self._choosers) > 1:
-            asked = self._choosers if race.wants else [chooser]
-            each = [other.forecast(step, lengths) for other in asked]
-            have_run = all(any(chooser.has_run([s]) for chooser in self._choosers) for s in measured)
-            self._passes.append((report.all_ranks_s, each, have_run))
-        refit = chooser.trained(step, plan, None if race.is_on else measured)
-        if refit is not None:
-            self.refits.append(refit)
-            if self._args.process_index == 0:
-                logger.warning("step %d: %s", step + 1, refit)
-        return with_single(replace(report, phases=tuple(phases)), self.single, plan)
-
-    def ended(self, step: int, report: StepReport) -> StepReport:
-        passes, self._passes = self._passes, []
-        lengths, self._step_lengths = self._step_lengths, []
-        if self._race is None:
-            return report
-        race = None
-        if passes:
-            seconds, of_plans, have_run = zip(*passes, strict=True)
-            each = [sum(of_plan) for of_plan in zip(*of_plans, strict=True)]
-            race = self._race.observe(sum(seconds), each, all(have_run))
-        for chooser in self._choosers:
-            chooser.num_trained = step + 1
-        if race is not None and self._args.process_index == 0:
-            tqdm.write(printable(f"step {step + 1}: {race}"))
-        if self._renewed is not None and self._renewed[0].add(lengths):
-            self._renew(step, *self._renewed)
-        return replace(report, race=race)
-
-    def _renew(self, step: int, lengths: LengthsSeen, planned: Callable[[list[int]], Plan]) -> None:
-        """Plans again for the last lengths, with the engine's strategies: the same on all ranks, which saw the same."""
-        distance = lengths.distance
-        lengths.planned()
-        try:
-            plan = planned(lengths.recent)
-        except HotspaError as error:
-            logger.warning("step %d: lengths have moved, and the plan stays: %s", step + 1, error)
-            return
-        pools = self._raced(plan)
-        self._take(pools, "lengths have moved", plan.trial_order if len(pools) > 1 else ())
-        for chooser in self._choosers:
-            chooser.num_trained = step + 1
-        if self._args.process_index == 0:
-            moved = f"lengths have moved ({distance:.0%} of the tokens)"
-            tqdm.write(printable(f"step {step + 1}: {moved}; planned again: {plan.choice}"))
-
-    def _take(self, pools: tuple[tuple[Bucket, ...], ...], why: str, order: Sequence[int] = ()) -> None:
-        assert self._race is not None
-        before, self._pools = self._choosers, pools
-        self._choosers = [self._chooser(pool) for pool in pools]
-        for chooser in self._choosers:
-            chooser.continue_from(before)
-        self._race = self._race.of_others(self._names, why, order)
-
-    def summary(self) -> dict[str, Any] | None:
-        return self.plan.summary() if self.predicts else None
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"pool": [str(bucket) for bucket in self.plan.pool], "chooser": None}
-        if self.chooser is not None and self._race is not None:
-            state["chooser"] = self.chooser.state_dict()
-            if len(self._choosers) > 1:
-                state |= {"race": self._race.state_dict(), "raced": [c.state_dict() for c in self._choosers]}
-        if self._renewed is not None:
-            pools = [[[str(b.strategy), b.longest, b.pack_tokens, b.low] for b in pool] for pool in self._pools]
-            state |= {"lengths": self._renewed[0].state_dict(), "pools": pools}
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping) or not {"pool", "chooser"} <= state.keys():
-            raise HotspaConfigError("the state of auto strategies has no pool or chooser", fix="leave it out")
-        if state["chooser"] is None or self._race is None:
-            return
-        if self._renewed is not None and "lengths" in state:
-            self._renewed[0].load_state_dict(state["lengths"])
-            with reading_state("the plans of a run", "they are made again"):
-                made = lambda pool: tuple(Bucket(Strategy.parse(s), *map(int, n)) for s, *n in pool)  # noqa: E731
-                pools = tuple(map(made, state["pools"]))
-            there = {bucket.strategy for bucket in self.plan.buckets}
-            if pools != self._pools and all(bucket.strategy in there for pool in pools for bucket in pool):
-                self._take(pools, "lengths have moved")
-        if "race" in state and self._race.load_state_dict(state["race"]):
-            known = [c.load_state_dict(own) for c, own in zip(self._choosers, state["raced"], strict=True)]
-            same = all(known)
-        else:
-            same = self._choosers[0].load_state_dict(state["chooser"])
-        pool = [str(bucket) for bucket in self.plan.pool]
-        before = [as_written(str(bucket)) for bucket in state["pool"]]
-        if self._args.process_index == 0 and before != pool:
-            logger.warning("auto strategies: %s before, %s now", ", ".join(before), ", ".join(pool))
-        elif self._args.process_index == 0 and not same:
-            logger.warning("the time model differs from the one before: its corrections are reset")
 
 
 def choice_text(plan: Plan, mini_batch_size: int, limit: str | None, everything: bool) -> str:
@@ -441,7 +270,7 @@ def prepare_auto(
     *,
     sampled: bool = False,
     fields: Collection[str] = (),  # what rows and batches have, by name; the same on all ranks
-) -> AutoStrategies:
+) -> RunPlan:
     """Plans a run. Collective; all ranks make the same plan, or raise the same error. `read_tables`: returns the scans
     of the data set and of the sets that are only evaluated; called on every rank. `sampled`: whether longer rows may
     come than the scanned ones: all that model and memory allow must fit. Raises `HotspaError` on every rank if an
@@ -459,7 +288,6 @@ def prepare_auto(
     limit, source = memory_limit(args, agreement)
     most_tokens = _tokens_before_out_of_memory(args, agreement, description.shape.num_layers)
     cost = cost_model(calibration, description, args)
-
     asked = RunQuestion(
         tables[0], mini_batch_size, limit, source, args.hotspa_longest, args.hotspa_overlong, most_tokens, tables[1:],
         sampled, max_phases=args.hotspa_max_buckets, raced=races, may_chunk=may_chunk,
@@ -490,7 +318,9 @@ def prepare_auto(
         tqdm.write(choice_text(plan, mini_batch_size, text, says_everything(args)))
     singles = partial(Singles.of, strategies, single, description.shape, limit)
     watched = (LengthsSeen(tables[0].sequence_lengths), renewed) if sampled and not alone else None
-    return AutoStrategies(Chosen(plan, cost, singles, vector.measured, fits, calibration is not None, watched), args)
+    of_run = args.hotspa_max_buckets, args.full_determinism, args.process_index == 0
+    choices = Choices(plan, cost, calibration is not None, *of_run, watched)
+    return RunPlan.chosen(choices, args, vector.measured, fits, singles)
 
 
 def _strategies_for(

@@ -115,8 +115,8 @@ class Watchers:
         return evaluation_buckets(args.hotspa_eval_strategy, self.plan.pool)
 
     def state(self) -> dict[str, Any]:
-        of_plan = self.plan.state_dict()
-        state: dict[str, Any] = {"auto": of_plan} if of_plan is not None else {}
+        choices = self.plan.choices
+        state: dict[str, Any] = {"auto": choices.state_dict()} if choices is not None else {}
         of_parts = {part.name: part.state_dict() for part in self.parts}
         return state | {name: of_part for name, of_part in of_parts.items() if of_part is not None}
 
@@ -125,8 +125,8 @@ class Watchers:
         for part in self.parts:
             if part.name in state:
                 part.load_state_dict(state[part.name])
-        if "auto" in state:
-            self.plan.load_state_dict(state["auto"])
+        if self.plan.choices is not None and "auto" in state:
+            self.plan.choices.load_state_dict(state["auto"])
 
     def trained(self, step: int, passes: Sequence[tuple[MiniBatchPlan, StepReport]], report: StepReport) -> StepReport:
         """Takes the reports of a mini-batch and its training passes; returns the first, completed. Collective."""

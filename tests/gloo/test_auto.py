@@ -81,10 +81,11 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
     batches._SAMPLED_BATCHES = 4
     histogram._LEAST, histogram._EVERY, histogram._KEPT = 24, 4, 48
     if slow != 1.0:  # what is measured depends on the predicted seconds only
-        trained = run_plan.AutoStrategies.trained
+        trained = run_plan.RunPlan.trained
 
         def slowed(self, step, plan, report):
-            predicted = {str(p.strategy): p for p in predict_phases(self.chooser._time, self.chooser._switch, plan)}
+            chooser = self.choices.chooser
+            predicted = {str(p.strategy): p for p in predict_phases(chooser._time, chooser._switch, plan)}
             shown = [
                 PhaseReport(
                     p.strategy,
@@ -102,7 +103,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
             ]
             return trained(self, step, plan, type(report)(**{**vars(report), "phases": tuple(shown), "ranks": None}))
 
-        run_plan.AutoStrategies.trained = slowed
+        run_plan.RunPlan.trained = slowed
     options = {"save_strategy": "no", **COMMON, **extra}
     resume = options.pop("resume", None)
     args = HotSPaTrainingArguments(output_dir=folder, hotspa_mini_batch_size=MINI_BATCH, **options)
@@ -111,7 +112,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
     with exact_in_double(dtype):
         trainer.train(resume_from_checkpoint=resume)
     state = json.loads(json.dumps(trainer.hotspa_state()))
-    refits = [str(refit) for refit in trainer._hotspa.watchers.plan.refits]
+    refits = [str(refit) for refit in trainer._hotspa.watchers.plan.choices.refits]
     logs = trainer.state.log_history
     trainer.close_engine()
     return losses, phases, state, refits, logs
@@ -294,7 +295,7 @@ def sampled_runs(rank, world_size, folder, calibration, names):
         with exact_in_double(dtype):
             trainer.train()
         norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
-        pool = [bucket.longest for bucket in trainer._hotspa.watchers.plan.plan.pool] if own else None
+        pool = [bucket.longest for bucket in trainer._hotspa.watchers.plan.choices.plan.pool] if own else None
         if own:
             trainer.close_engine()
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}

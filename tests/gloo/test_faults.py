@@ -382,7 +382,9 @@ def auto_pool(rank, world, folder):
         trainer = make_trainer(folder, world, hotspa_strategies="auto", max_steps=1, save_strategy="no")
         trainer._hotspa.ranks.agreement().barrier()
         train(trainer)
-        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._hotspa.watchers.plan.plan.pool})
+        pools.append(
+            {str(bucket.strategy): bucket.pack_tokens for bucket in trainer._hotspa.watchers.plan.choices.plan.pool}
+        )
     return pools
 
 

@@ -46,7 +46,7 @@ def train_twice(folder, measured, **options):
     trainer.train()
     state = [value.clone() for slots in trainer.optimizer.state.values() for value in slots.values()]
     weights = [p.detach().clone() for p in trainer.model.parameters()]
-    chosen = trainer._hotspa.watchers.plan.state_dict()["chooser"]
+    chosen = trainer._hotspa.watchers.plan.choices.state_dict()["chooser"]
     trainer.close_engine()
     return gain, weights, state, generator, {name: chosen[name] for name in ("num_trained", "previous", "seen")}
 
