@@ -11,7 +11,7 @@
 * Tensor parallelism: four all-reduces per layer (Narayanan et al., SC'21, section 2.3), each `2 s h e (1 - 1/t)` bytes
   over the slowest link of the group; across nodes every NIC of a node carries its share.
 
-Shares are of a device (`hardware.Device`). docs/predicted.md has the source of each constant, and the errors on
+Shares are of a device (`hardware.Device`). docs/data/constants.csv has the source of each constant, and docs/predicted.md the errors on
 published runs (`benchmarks/published.py`).
 """
 

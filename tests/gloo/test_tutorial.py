@@ -1,9 +1,11 @@
 """`docs/tutorial.md` from its first block to its last on one CPU process, with a small model, a Ctrl-C and a resume."""
 
 import json
+import os
 import runpy
 import shlex
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,33 @@ def test_every_block_of_the_tutorial_runs(reader, monkeypatch, capsys):
 
 def test_the_notebook_is_the_page():
     assert NOTEBOOK["NOTEBOOK"].read_text() == NOTEBOOK["text"](), "run: python docs/notebook.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_cell_of_the_notebook_runs(reader):
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(NOTEBOOK["NOTEBOOK"], as_version=4)
+    nbformat.validate(notebook)
+    commands = reader / "commands"
+    commands.mkdir()
+    (commands / "pip").write_text("#!/bin/sh\n")  # everything is installed
+    (commands / "pip").chmod(0o755)
+    path = os.pathsep.join((str(commands), str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, "PATH": path, "HF_HOTSPA_CACHE": str(reader / "cache"), "OMP_NUM_THREADS": "1"}
+    client = NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": reader}})
+    client.execute(env=environment)
+
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    ran = {cell.source: "".join(output.get("text", "") for output in cell.outputs) for cell in cells}
+    assert not [text for text in ran.values() if "Traceback" in text or " error: " in text]
+    assert "predicted" in ran[next(source for source in ran if source.startswith("!hf-hotspa plan"))]
+    assert "'eval_loss'" in ran["!python train.py"]
+    assert (reader / "out" / "checkpoint-36").is_dir()
+    assert (reader / "served" / "model.safetensors").exists()
+    assert ran[cells[-1].source].strip()  # the answer
 
 
 def added(init, callback):
