@@ -191,7 +191,10 @@ def time_cases() -> Iterator[tuple[str, TimeModel]]:
         yield f"70b {way}", replace(of_70b, context_parallel=way)
     yield "70b measured exchanges", replace(of_70b, context_exchanges=EXCHANGES, devices_per_node=4)
     yield "7b scoring", replace(of_7b, forwards=2, fixed_s=0.25)
-    factors = {"phase_factors": {(1, 1): 1.1, (2, 1): 0.9, (1, 2): 1.3, (2, 2): 1.4}, "pipeline_factor": 1.05}
+    factors = {
+        "phase_factors": {(1, 1, 1): 1.1, (2, 1, 1): 0.9, (1, 1, 2): 1.3, (2, 1, 2): 1.4},
+        "pipeline_factor": 1.05,
+    }
     yield "7b factors", replace(of_7b, **factors, forward_share=0.5)  # type: ignore[arg-type]
     yield "7b two slots", replace(of_7b, slots=2.5)
     yield "mixture five slots", replace(mixture, slots=5.0, forwards=1)

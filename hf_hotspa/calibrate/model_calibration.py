@@ -226,11 +226,12 @@ class _Session:
         copies = (self._copy(count, torch.device("meta")) for count in layer_counts(self.config))
         shape, copied = (describe_model(model, self.dtype).shape for model in copies)
         strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)
-        plain = {Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies}
-        # the complete model may have more stages than a copy has layers
-        whole = sorted(s for s in plain if s.world_size == self.world_size and s.unsupported_reason(copied) is None)
         # tp 1 is always measured: it determines the longest pack
         degrees = sorted({1, *(s.tp for s in strategies)})
+        plain = {Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies if s.world_size == self.world_size}
+        # the complete model may have more stages than a copy has layers
+        both = [*plain, *(context_layouts(self.world_size, degrees) if len(plain) > 1 else ())]
+        whole = sorted(s for s in both if s.unsupported_reason(copied) is None)
         for tp in degrees:
             why = Strategy(1, tp).unsupported_reason(shape) or (
                 f"{self.world_size} ranks cannot be divided by it" if self.world_size % tp else None

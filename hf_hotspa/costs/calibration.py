@@ -284,22 +284,19 @@ class Calibration:
             slots=self.slots,
             pipeline_factor=self.pipeline_factor,
             forward_share=1 / 2 if key.base else 1 / 3,
-        )
-        return replace(
-            of_packs,
-            slots=self.slots * nodes,
-            phase_factors=self._phase_factors(of_packs),
             context_exchanges=self.context_exchanges,
         )
+        return replace(of_packs, slots=self.slots * nodes, phase_factors=self._phase_factors(of_packs))
 
-    def _phase_factors(self, of_packs: TimeModel) -> dict[tuple[int, int], float]:
-        """Returns the correction of seconds by (tp, pp): the geometric mean of measured over predicted phases.
+    def _phase_factors(self, of_packs: TimeModel) -> dict[tuple[int, int, int], float]:
+        """Returns the correction of seconds by (tp, cp, pp): the geometric mean of measured over predicted phases.
 
-        Predictions sum packs that were measured with the same pack on all ranks. They miss waiting for other ranks and
-        shared cores and caches with packs of different lengths, which depend on dp, pp and tp. Samples are of copies
-        with few layers, cut into stages like the complete model; those without coefficients are skipped.
+        Predictions sum packs that were measured with the same pack on all ranks, and exchanges that were measured
+        alone. They miss waiting for other ranks and shared cores and caches with packs of different lengths, which
+        depend on dp, pp, tp and cp. Samples are of copies with few layers, cut into stages like the complete model;
+        those without coefficients are skipped.
         """
-        ratios: dict[tuple[int, int], list[float]] = {}
+        ratios: dict[tuple[int, int, int], list[float]] = {}
         for sample in self.phases:
             strategy, num_layers = Strategy.parse(sample.strategy), sample.num_layers
             if of_packs.knows(strategy):
@@ -309,7 +306,7 @@ class Calibration:
                 share = self.depth(num_layers) / num_layers
                 layers = {tp: cost * share for tp, cost in of_packs.layers.items()}
                 predicted = replace(of_packs, cut=cut, layers=layers).phase_seconds(strategy, sample.replicas)
-                ratios.setdefault((strategy.tp, strategy.pp), []).append(sample.seconds / predicted)
+                ratios.setdefault((strategy.tp, strategy.cp, strategy.pp), []).append(sample.seconds / predicted)
         means = {key: geometric_mean(of_key) for key, of_key in ratios.items()}
         return {key: min(max(mean, 1 / _LARGEST_FACTOR), _LARGEST_FACTOR) for key, mean in means.items()}
 

@@ -251,9 +251,9 @@ class TimeModel:
     # Infinite if every rank has its own device.
     slots: float = math.inf
     pipeline_factor: float = 1.0  # relative cost of a pack in stages, without sends of hidden states
-    # relative cost of complete phases compared with their packs, by (tp, pp), see `Calibration`; deeper pipelines than
-    # measured use the nearest depth
-    phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    # relative cost of complete phases compared with their packs, by (tp, cp, pp), see `Calibration`; deeper pipelines
+    # than measured use the nearest depth, and a cp that was not measured is as none
+    phase_factors: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
     schedule: str = "auto"  # one of `pipeline_order.SCHEDULES`
     # the parameters, with the relative step times of ranks, if some are slow, by which MLPs are divided
     paced: ParameterVector | None = None
@@ -372,7 +372,7 @@ class TimeModel:
                 f"the time model ({self.source}) has no coefficients for tp{tp}pp{pp}",
                 fix=f"measure it, or use one of {', '.join(known)}",
             )
-        factor = self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0) / USUAL_STEP_TIME
+        factor = self._phase_factor(strategy) * (self.pipeline_factor if pp > 1 else 1.0) / USUAL_STEP_TIME
         step_times = self.cut.step_times_of(strategy.num_stages) or self._step_times(strategy)
         stages = zip(self.stage_terms(strategy), step_times, strict=True)
         return tuple(sum(costs.values(), Cost()) * (factor * step_time) for costs, step_time in stages)
@@ -383,13 +383,14 @@ class TimeModel:
             return (USUAL_STEP_TIME,) * strategy.num_stages
         return fastest_stages(strategy, step_times_of_groups(self.paced, strategy, self.paced.step_times)) * strategy.v
 
-    def _phase_factor(self, tp: int, pp: int) -> float:
+    def _phase_factor(self, strategy: Strategy) -> float:
         """Uses the nearest depth for deeper pipelines, as measured copies have few stages."""
-        factors = self.phase_factors
-        if pp == 1 or (tp, pp) in factors:
-            return factors.get((tp, pp), 1.0)
-        depths = [depth for degree, depth in factors if degree == tp and depth > 1]
-        return factors[tp, min(depths, key=lambda depth: abs(depth - pp))] if depths else 1.0
+        factors, (tp, cp, pp) = self.phase_factors, (strategy.tp, strategy.cp, strategy.pp)
+        cp = cp if (tp, cp, pp) in factors else 1
+        if pp == 1 or (tp, cp, pp) in factors:
+            return factors.get((tp, cp, pp), 1.0)
+        depths = [depth for *degrees, depth in factors if degrees == [tp, 1] and depth > 1]
+        return factors[tp, 1, min(depths, key=lambda depth: abs(depth - pp))] if depths else 1.0
 
     def hop(self, strategy: Strategy) -> Hop:
         """Returns the cost of sending a hidden state to the next stage, dp * cp * tp ranks away; with several stages

@@ -89,6 +89,8 @@ def test_all_ranks_have_one_calibration(tmp_path: Path) -> None:
     found = run_ranks(4, measure_twice, str(tmp_path))
     assert all(other == found[0] for other in found)
     data, degrees = found[0]
+    model = description()
+    sizes = ModelSizes(model.shape, "float32", vector=model.vector)
     assert degrees == 3
     (path,) = tmp_path.glob("*.json")
     kept = Calibration.load(path)
@@ -110,15 +112,13 @@ def test_all_ranks_have_one_calibration(tmp_path: Path) -> None:
     for sample in kept.exchanges:
         assert sample.num_bytes in {size * (sample.cp - 1) // sample.cp for size in (64 << 10, 4 << 20)}
     # every strategy of four ranks, with a long sequence among short ones and without
-    assert [sample.strategy for sample in kept.phases] == [
-        str(s) for s in sorted(legal_strategies(4, description().shape)) for _ in range(2)
-    ]
+    whole = [*legal_strategies(4, description().shape), *map(Strategy.parse, ("dp2cp2", "cp4", "cp2tp2"))]
+    assert [sample.strategy for sample in kept.phases] == [str(s) for s in sorted(whole) for _ in range(2)]
+    assert set(kept.time_model(sizes).phase_factors) == {(s.tp, s.cp, s.pp) for s in whole}
     assert all(len(sample.replicas) == Strategy.parse(sample.strategy).dp for sample in kept.phases)
     assert {max(n for packs in sample.replicas for pack in packs for n in pack) for sample in kept.phases} == {64, 8}
     assert kept.inter is not None
     assert kept.hop_inter is not None
-    model = description()
-    sizes = ModelSizes(model.shape, "float32", vector=model.vector)
     time = kept.time_model(sizes)
     for strategy in legal_strategies(4, model.shape):
         assert 0 < time.phase_seconds(strategy, [[(64,)]] * strategy.dp) < math.inf

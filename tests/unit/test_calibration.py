@@ -354,13 +354,17 @@ def test_where_calibrations_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --------------------------------------------------------------------------------------------------------- whole phases
 
 
-def phases(factors: dict[tuple[int, int], float], num_layers: int = 3) -> tuple[PhaseSample, ...]:
+def of_four(tp: int, cp: int, pp: int) -> Strategy:
+    return Strategy(4 // tp // cp // pp, tp, pp, cp=cp)
+
+
+def phases(factors: dict[tuple[int, int, int], float], num_layers: int = 3) -> tuple[PhaseSample, ...]:
     """What would be measured on four ranks if whole phases took so many times what their packs say."""
     layers, head = (SHAPE.layer_parameters,) * num_layers, SHAPE.vocab_size * SHAPE.hidden_size
     copy = replace(calibration().time_model(SIZES), cut=StageCosts(layers, head))
     found = []
-    for (tp, pp), factor in factors.items():
-        strategy = Strategy(4 // tp // pp, tp, pp)
+    for degrees, factor in factors.items():
+        strategy = of_four(*degrees)
         for replicas in ([((64,), (256,))] * strategy.dp, [((128, 64),)] * strategy.dp):
             seconds = factor * copy.phase_seconds(strategy, replicas)
             found.append(PhaseSample(str(strategy), num_layers, tuple(replicas), seconds))
@@ -368,34 +372,29 @@ def phases(factors: dict[tuple[int, int], float], num_layers: int = 3) -> tuple[
 
 
 def test_whole_phases_correct_what_packs_predict() -> None:
-    factors = {(1, 1): 1.25, (2, 1): 0.9, (1, 2): 1.5, (4, 1): 1.0}
+    factors = {(1, 1, 1): 1.25, (2, 1, 1): 0.9, (1, 1, 2): 1.5, (4, 1, 1): 1.0, (1, 2, 1): 1.4, (2, 2, 1): 1.8}
     plain, found = calibration().time_model(SIZES), calibration(phases=phases(factors)).time_model(SIZES)
     assert found.phase_factors == pytest.approx(factors)
-    for (tp, pp), factor in factors.items():
-        for stage, before in zip(
-            found.stage_costs(Strategy(4 // tp // pp, tp, pp)),
-            plain.stage_costs(Strategy(4 // tp // pp, tp, pp)),
-            strict=True,
-        ):
-            assert stage.of((300, 20)) == pytest.approx(factor * before.of((300, 20)))
-    # the other depths of a pipeline count as the nearest that was measured, and no other kind of strategy changes
-    for strategy, factor in ((Strategy(1, 1, 4), 1.5), (Strategy(1, 1, 8), 1.5), (Strategy(1, 2, 2), 1.0)):
-        before, after = plain.stage_costs(strategy)[0], found.stage_costs(strategy)[0]
-        assert after.of((300,)) == pytest.approx(factor * before.of((300,)))
+    # the other depths of a pipeline count as the nearest that was measured, and a cp that was not as none
+    others = {(1, 1, 4): 1.5, (1, 1, 8): 1.5, (2, 1, 2): 1.0, (1, 4, 1): 1.25, (1, 2, 2): 1.5}
+    for degrees, factor in (factors | others).items():
+        strategy = Strategy(1, 1, 8) if degrees[2] == 8 else of_four(*degrees)
+        for after, before in zip(found.stage_costs(strategy), plain.stage_costs(strategy), strict=True):
+            assert after.of((300, 20)) == pytest.approx(factor * before.of((300, 20))), strategy
 
 
 def test_factors_are_means_within_bounds() -> None:
-    first, second = phases({(2, 1): 1.0})
+    first, second = phases({(2, 1, 1): 1.0})
     mixed = replace(first, seconds=first.seconds * 1.21), second
-    assert calibration(phases=mixed).time_model(SIZES).phase_factors[2, 1] == pytest.approx(1.1)
+    assert calibration(phases=mixed).time_model(SIZES).phase_factors[2, 1, 1] == pytest.approx(1.1)
     for wild, factor in ((50.0, 2.0), (0.01, 0.5)):
-        assert calibration(phases=phases({(2, 1): wild})).time_model(SIZES).phase_factors == {(2, 1): factor}
+        assert calibration(phases=phases({(2, 1, 1): wild})).time_model(SIZES).phase_factors == {(2, 1, 1): factor}
     unknown = replace(first, strategy="tp8")
     assert calibration(phases=(unknown,)).time_model(SIZES).phase_factors == {}
 
 
 def test_phases_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
-    given = calibration(phases=phases({(1, 1): 1.25, (1, 2): 1.1}))
+    given = calibration(phases=phases({(1, 1, 1): 1.25, (1, 1, 2): 1.1}))
     given.save(tmp_path / "new.json")
     assert Calibration.load(tmp_path / "new.json") == given
     data = given.to_dict()

@@ -137,7 +137,7 @@ def test_copies_of_few_layers_are_as_deep_as_their_layers_weigh() -> None:
     vector = describe_model(tiny_model(FAMILY), None).vector
     sizes = ModelSizes(describe_model(tiny_model(FAMILY), None).shape, "float32", vector=vector)
     factors = replace(told, phases=(phase,)).time_model(sizes).phase_factors
-    assert factors[1, 1] == pytest.approx(1)
+    assert factors[1, 1, 1] == pytest.approx(1)
 
 
 def test_predicted_stages_weigh_layers_by_seconds() -> None:
