@@ -42,7 +42,6 @@ class FaultyDisk(Disk):
 
 
 def die(change: str, path: Path) -> None:
-    """Ends this process as nobody can prevent."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

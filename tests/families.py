@@ -79,7 +79,6 @@ FAMILIES = tuple(_FAMILIES)
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """The config of a tiny model."""
     config_class, _, own = (_FAMILIES | _MIXTURES)[family]
     return config_class(**{**_COMMON, **own, **changes})
 

@@ -135,7 +135,6 @@ def _groups(families: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def render_page(results: Mapping[str, Any], minutes: int = 20) -> str:
-    """Returns the text of the page."""
     families = results["families"]
     return _HEAD.format(
         version=results["transformers"], counts=_counts(families), groups=_groups(families), minutes=minutes
@@ -155,6 +154,5 @@ def render_csv(results: Mapping[str, Any]) -> str:
 
 
 def write_pages(results: Mapping[str, Any]) -> None:
-    """Writes the page and the table."""
     PAGE.write_text(render_page(results))
     TABLE.write_text(render_csv(results))

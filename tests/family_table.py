@@ -162,7 +162,6 @@ def family_table(facts: Mapping[str, Mapping[str, object]]) -> dict[str, object]
 
 
 def facts_of(table: Mapping[str, Any]) -> dict[str, dict[str, object]]:
-    """Returns the facts of each family in a table."""
     families = table["families"].items()
     return {name: {key: family[key] for key in FACTS if key in family} for name, family in families}
 

@@ -50,7 +50,6 @@ def _default(field: Any) -> Any:
 
 
 def with_defaults(draw: D, groups: Sequence[Sequence[str]] = ()) -> Iterator[D]:
-    """The draw with one field, or one group of fields, at its default."""
     of = {f.name: _default(f) for f in fields(draw)}  # type: ignore[arg-type]
     for names in [*groups, *([name] for name in changed(draw) if name != "world_size")]:
         plainer = {name: of[name] for name in names if getattr(draw, name) != of[name]}

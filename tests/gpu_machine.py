@@ -114,7 +114,6 @@ class Setup:
         return self.kind in (OWN, SHARED)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready plain data."""
         return asdict(self)
 
 
@@ -179,7 +178,6 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def _driver() -> str:
-    """As nvidia-smi says."""
     try:
         run = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],

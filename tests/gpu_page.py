@@ -24,7 +24,6 @@ Runs = Mapping[str, Mapping[str, Any]]
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """The runs of the log by kind."""
     runs: dict[str, dict[str, Any]] = json.loads(LOG.read_text())["runs"]
     return runs
 

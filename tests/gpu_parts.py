@@ -59,7 +59,6 @@ class Stage:
     folder: Path
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """`run_ranks` there."""
         given = {"device": self.device, "timeout": TIMEOUT_S, **options}
         found: list[Any] = run_ranks(given.pop("ranks", self.ranks), function, *args, **given)
         return found
@@ -151,7 +150,6 @@ class _Copied:
 
 
 def this_device() -> torch.device:
-    """Where this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -98,7 +98,6 @@ class Outcome:
         return self.reported and self.error_type is None
 
     def describe(self) -> str:
-        """What happened, with the traceback if there is one."""
         if self.traceback:
             return f"rank {self.rank} failed:\n{self.traceback.rstrip()}"
         if not self.reported:

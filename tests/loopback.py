@@ -26,11 +26,9 @@ class LoopbackHub:
         self._changed = threading.Condition()
 
     def transport(self, rank: int) -> "LoopbackTransport":
-        """The transport of one rank."""
         return LoopbackTransport(self, rank)
 
     def post(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
-        """Puts a message on the wire."""
         with self._changed:
             self._mail.setdefault((src, dst, tag), deque()).append(tensor)
             self._changed.notify_all()

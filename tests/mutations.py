@@ -826,7 +826,6 @@ class Copy:
         self._passed: dict[str, bool] = {}
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Python with these arguments, in the copy."""
         # no bytecode: a file that is changed twice in a second would be taken for its old self
         env = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
         env["HOTSPA_SHRINK_S"] = "0"  # it is enough that a draw fails

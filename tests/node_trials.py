@@ -272,7 +272,6 @@ def planned(count: int, can_cut: bool) -> list[tuple[str, str, int]]:
 
 
 def main() -> None:
-    """Makes the trials."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=21)
     parser.add_argument("--only", nargs="+", help="WAY,KIND,NODE ...: these trials")

@@ -28,7 +28,6 @@ _SUBNET = "10.77.0"
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -123,7 +122,6 @@ class Nodes:
         self._ip(node, f"link set eth-{'ab'[node]} down")
 
     def mend(self, node: int) -> None:
-        """Puts it back."""
         self._ip(node, f"link set eth-{'ab'[node]} up")
 
 
@@ -240,7 +238,6 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def end(self) -> None:
-        """Kills what is left."""
         left = [process for node in range(len(self.launchers)) for process in self.processes(node)]
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -58,7 +58,6 @@ def oldest() -> list[str]:
 
 
 def tools() -> list[str]:
-    """`name==version` of `TOOLS`."""
     pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     return [f"{name}=={pins[name]}" for name in TOOLS]
 

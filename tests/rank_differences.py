@@ -418,7 +418,6 @@ def outcome(rank: int, difference: Difference, folder: str) -> tuple[str, int]:
 
 
 def may_differ() -> dict[str, str]:
-    """The arguments that may differ."""
     found: dict[str, str] = import_module("hf_hotspa.trainer.same_run").ARGUMENTS_MAY_DIFFER
     return found
 

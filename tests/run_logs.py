@@ -56,7 +56,6 @@ def made_report(
 
 
 def made_facts(**changes: Any) -> RunFacts:
-    """The facts of a run with two buckets."""
     facts: dict[str, Any] = {
         "world_size": 2,
         "versions": {"hf_hotspa": "0.1.0", "torch": "2.13.0"},

@@ -139,7 +139,6 @@ def _drawn_options(rng: random.Random, names: Sequence[str]) -> dict[str, Any]:
 
 
 def draw(seed: int) -> Mix:
-    """The mix of a seed."""
     rng = random.Random(seed)
     world_size = rng.choice((2, 3, 4, 4, 4))
     divides = rng.random() < 0.25

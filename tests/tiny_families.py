@@ -301,7 +301,6 @@ def swept_families() -> dict[str, tuple[bool, bool]]:
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """Whether a config describes a mixture of experts."""
     text = config.get_text_config()
     if any(getattr(text, switch, True) is False for switch in ("is_moe", "enable_moe_block")):
         return False

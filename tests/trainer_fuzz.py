@@ -132,7 +132,6 @@ def _pool(rng: random.Random, world_size: int, experts: bool) -> str:
 
 
 def draw(seed: int) -> Run:
-    """The run of a seed."""
     rng = random.Random(seed)
     world_size = rng.choice((1, 2, 2, 4))
     drawn = {name: rng.choice(values) for name, (share, values) in CHOICES.items() if rng.random() < share}

@@ -78,7 +78,6 @@ def train(trainer: Any, resume: Any = None) -> dict[int, float]:
 
 
 def one_run(rank: int, world: int, output: str, resume: Any, options: dict[str, Any]) -> dict[int, float]:
-    """A run for `run_ranks`."""
     return train(make_trainer(output, world, **options), resume)
 
 
@@ -106,7 +105,6 @@ def contents_of_shares(path: Path) -> dict[str, str]:
 
 
 def newest(folder: Path) -> Path:
-    """The newest checkpoint of a run."""
     return checkpoints(folder)[0]
 
 

@@ -196,7 +196,6 @@ def rows(kind: str, folder: str, number: int = 40, first: int = 0) -> Dataset:
 
 
 def hits(predicted: Any) -> dict[str, float]:
-    """A `compute_metrics`."""
     logits = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
     labels = predicted.label_ids[:, 1:]
     real = labels != -100
@@ -412,7 +411,6 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
 
 
 def saved(model: Any, folder: str) -> str:
-    """The folder of a model that rank 0 has saved."""
     with rank_0_first():
         if not (dist.is_initialized() and dist.get_rank()):
             model.save_pretrained(folder)

@@ -355,7 +355,6 @@ class CallbackEvents(CallbackHandler):
     def dispatch(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: object
     ) -> None:
-        """Dispatches an event of ours to the callbacks that define it."""
         for callback in chain(self.callbacks, self.own.values()):
             if hasattr(callback, event):
                 self._call(callback, event, state.global_step, args, state, control, **facts)

@@ -269,7 +269,6 @@ class _Help(str):
 
 
 def flag(default: Any, text: str, choices: Iterable[str] = (), **known: Any) -> Any:
-    """A dataclass field for a flag."""
     help_ = _Help(text)
     help_.flag = Flag(**known)
     return field(default=default, metadata={"help": help_} | ({"choices": list(choices)} if choices else {}))

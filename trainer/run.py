@@ -178,7 +178,6 @@ class Run:
         """Rejects what a trainer of a library cannot be given. Not collective."""
 
     def add_callbacks(self) -> None:
-        """Puts `CallbackEvents` in the place of the trainer's handler, with our own callbacks."""
         trainer, args = self.trainer, self.trainer.args
         if args.hotspa_deepspeed is not None and args.process_index == 0:
             print(printable(str(args.hotspa_deepspeed)), flush=True)

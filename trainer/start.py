@@ -111,7 +111,6 @@ class Watchers:
         self.plan.start(num_steps)
 
     def evaluated(self, args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
-        """The buckets of evaluation (`evaluation_buckets`)."""
         return evaluation_buckets(args.hotspa_eval_strategy, self.plan.pool)
 
     def state(self) -> dict[str, Any]:

@@ -337,7 +337,6 @@ PICKLED_ARGUMENTS = "training_args.bin"
 
 
 def pickled(value: object) -> bytes:
-    """Returns the bytes that `torch.save` writes for a value."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()

@@ -118,7 +118,6 @@ class MeasuredGain:
 
     @property
     def rivals(self) -> list[Rival]:
-        """The measured single strategies, the fastest first."""
         return sorted(map(self.against, self.singles), key=lambda rival: (-rival.count, rival.ratio))
 
     @property

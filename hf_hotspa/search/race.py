@@ -97,7 +97,6 @@ class Race:
 
     @property
     def is_on(self) -> bool:
-        """Whether plans are being tried."""
         return bool(self._queue)
 
     @property

@@ -55,7 +55,6 @@ def blocks(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def commands_of(text: str, page: str) -> Iterator[Command]:
-    """The commands of a page, in order."""
     for language, lines in blocks(text):
         if language in ("sh", "bash", "shell", "console"):
             needs_gpus = bool(lines) and lines[0].strip() == NEEDS_GPUS
@@ -67,5 +66,4 @@ def commands_of(text: str, page: str) -> Iterator[Command]:
 
 
 def all_commands() -> list[Command]:
-    """The commands of all pages."""
     return [c for page in PAGES for c in commands_of(page.read_text(), page.relative_to(ROOT).as_posix())]

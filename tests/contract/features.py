@@ -68,7 +68,6 @@ def naming(feature: str) -> list[str]:
 
 
 def page() -> str:
-    """The text of docs/features.md."""
     lines = [
         "# Features",
         "",

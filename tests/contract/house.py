@@ -31,7 +31,6 @@ def imported() -> dict[str, set[str]]:
 
 
 def picture() -> str:
-    """The text of the block."""
     edges = imported()
 
     def below(row: str) -> set[str]:
@@ -58,7 +57,6 @@ def _short(row: str) -> str:
 
 
 def shown(page: Path = PAGE) -> str:
-    """What the page shows."""
     match = _BLOCK.search(page.read_text())
     assert match is not None, f"{page} has no picture of the house"
     return match[0]

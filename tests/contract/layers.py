@@ -68,7 +68,6 @@ def folder_of(file: str) -> str | None:
 
 
 def module_of(file: str) -> str:
-    """The name under which a file is imported."""
     parts = list(Path(file).with_suffix("").parts)
     if parts[0] in ("trainer", "callbacks"):
         parts.insert(0, "hf_hotspa")

@@ -110,12 +110,10 @@ def rewritten(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    """The pages that show output."""
     return [page for page in PAGES if "```output" in page.read_text()]
 
 
 def rewrite_all() -> int:
-    """Rewrites the pages."""
     for page in pages():
         with tempfile.TemporaryDirectory() as folder, chdir(folder):
             make_files(Path(folder))

@@ -7,7 +7,7 @@ from tests.contract.layers import PACKAGE_FOLDERS, ROOT, source_files
 
 MOST_METHODS, MOST_ATTRIBUTES = 30, 20
 MOST_OF_ANY_TYPE = 240  # annotations `: Any`; may only fall
-MOST_SHORT_DOCSTRINGS = 70  # see `needless_docstrings`; may only fall
+MOST_SHORT_DOCSTRINGS = 69  # see `needless_docstrings`; may only fall
 UNITS = re.compile(
     r"collective|\[.*\]|\b(bytes?|seconds?|[mn]?s|tokens?|elements?|rows?|ranks?|int\d+|fp\d+|bf16|bool|float|factor|share|dtype)\b",
     re.IGNORECASE | re.DOTALL,

@@ -50,7 +50,6 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed: make install brings it")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(

@@ -82,7 +82,6 @@ def keyed_reference(model, rows, step=STEP):
 
 
 def with_dropout(family, **dropouts):
-    """A tiny fp64 model whose config drops."""
     config = tiny_config_of(family)
     for name, value in dropouts.items():
         setattr(config, name, value)
@@ -104,7 +103,6 @@ def hybrid_lora():
 
 
 def with_attention_dropout(family, p, **others):
-    """The tiny models of other tests, with dropout of attention probabilities."""
     return tiny_model(family, torch.float64, attention_dropout=p, **others).train()
 
 

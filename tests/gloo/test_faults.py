@@ -163,7 +163,6 @@ def timeout_of(kind, wakes):
 
 
 def on_gpu():
-    """Whether this rank computes on one."""
     return torch.cuda.is_available()
 
 

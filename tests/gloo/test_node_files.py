@@ -27,7 +27,6 @@ class Environments(Nodes):
 
 
 def run(nodes, folder, words):
-    """The exit code and what was said."""
     with job(nodes, "accelerate", folder, script("accelerate", words)) as running:
         return running.code(200), running.said()
 

@@ -287,7 +287,6 @@ REFUSED = [
 
 
 def on_two_ranks(rank: int, world_size: int) -> tuple[list[list[float]], list[bool], list[str]]:
-    """All that two ranks can show, in one world."""
     return against_simulation(rank, world_size, TWO), one_in_flight(rank, world_size), refusals(rank, world_size)
 
 
@@ -374,7 +373,6 @@ def test_the_trainer_saves_resumes_and_evaluates_between_mini_batches() -> None:
 def resumed_run(
     rank: int, world_size: int, folder: str, resume: str | None, options: dict[str, Any]
 ) -> dict[int, float]:
-    """The losses of a run."""
     with redirect_stdout(StringIO()):
         return train(make_trainer(folder, world_size, **{**RUN, **options}), resume)
 

@@ -37,7 +37,6 @@ def squares(model, batch):
 
 
 def _is_exact(model, rank, seed=50, loss=loss_of_model):
-    """The error of one more step of all ranks."""
     plain = tiny_model(FAMILY, torch.float64)
     expected = reference(plain, [(loss, _batch(plain, r, seed=seed)) for r in range(model.engine.world_size)])
     step(model, loss, _batch(plain, rank, seed=seed))

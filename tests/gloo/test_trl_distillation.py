@@ -101,7 +101,6 @@ def test_it_is_trl_under_ddp(world_size, names, tmp_path):
 
 
 def drawn(seed: int) -> Case:
-    """A valid combination."""
     draw = Draw(5000 + seed)
     kind = ("Distillation", "Distillation", "GKD", "ServerDistillation")[seed % 4]
     fields: dict[str, Any] = {

@@ -15,7 +15,6 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
 
 def common(draw: Draw) -> dict[str, Any]:
-    """Fields that both have."""
     fields: dict[str, Any] = {
         **RL,
         "gradient_accumulation_steps": draw.choice([1, 1, 2]),
@@ -67,7 +66,6 @@ def rloo(draw: Draw) -> dict[str, Any]:
 
 
 def drawn(seed: int) -> Case:
-    """A valid combination."""
     draw = Draw(1000 + seed)
     kind, make = [("GRPO", grpo), ("GRPO", grpo), ("RLOO", rloo)][seed % 3]
     fields = make(draw)

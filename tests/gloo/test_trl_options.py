@@ -30,7 +30,6 @@ class Draw(random.Random):
 
 
 def common(draw: Draw) -> dict[str, Any]:
-    """Fields that all of them have."""
     fields = {
         "per_device_train_batch_size": draw.choice([2, 3, 4]),
         "gradient_accumulation_steps": draw.choice([1, 1, 2]),
@@ -110,7 +109,6 @@ def kto(draw: Draw) -> tuple[str, dict[str, Any]]:
 
 
 def drawn(seed: int) -> Case:
-    """A valid combination."""
     draw = Draw(seed)
     kind, make = [("SFT", sft), ("DPO", dpo), ("KTO", kto)][seed % 3]
     data, fields = make(draw)

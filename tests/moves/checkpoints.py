@@ -22,7 +22,6 @@ def folders(kit: Kit, name: str = "out") -> list[str]:
 
 
 def flat(model: Any) -> Tensor:
-    """Its weights, concatenated."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

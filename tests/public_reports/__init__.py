@@ -27,7 +27,6 @@ _HEADING, _NEXT = "## Public bug reports tried\n", "\n## "
 
 
 def section() -> str:
-    """The section of the page."""
     numbers, left = len({report for report, _ in _ALL}), sum(move.left for _, move in _ALL)
     unsupported = sum(bool(move.error) and not move.left for _, move in _ALL)
     lines = [

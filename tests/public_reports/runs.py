@@ -22,8 +22,6 @@ LORA = partial(tiny_lora, "llama_gqa_bias")
 
 
 def stream(rows: list[dict[str, Any]]) -> IterableDataset:
-    """Rows as a stream."""
-
     def each() -> Iterator[dict[str, Any]]:
         yield from rows
 
@@ -81,8 +79,6 @@ def with_loss(kit: Kit, term: Callable[..., Any], **options: Any) -> Seen:
 
 
 def on(**events: Callable[..., Any]) -> TrainerCallback:
-    """A callback with these events."""
-
     def method(event: Callable[..., Any]) -> Any:
         return lambda self, args, state, control, **kwargs: (
             event(args=args, state=state, control=control, **kwargs) and None

@@ -43,7 +43,6 @@ NO = -100
 
 
 def collated(examples, **options):
-    """The batch as lists, by column."""
     return {name: value.tolist() for name, value in RowCollator(**options)(examples).items()}
 
 

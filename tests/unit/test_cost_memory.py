@@ -227,7 +227,6 @@ def test_an_estimate_counts_the_schedule_that_will_run(capsys: pytest.CaptureFix
 
 
 def drawn(data: st.DataObject) -> Strategy:
-    """A strategy with options."""
     found = data.draw(st.sampled_from(legal_strategies(8, LLAMA_7B)))
     return replace(found, sp=found.tp > 1 and data.draw(st.booleans()), rc=data.draw(st.integers(0, 3)))
 

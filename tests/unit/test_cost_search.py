@@ -39,19 +39,15 @@ class FixedCapacities(Capacities):
         object.__setattr__(self, "limit_bytes", None)
 
     def arena(self, strategy: Strategy) -> int:
-        """None."""
         return 0
 
     def tokens(self, strategy: Strategy, arena: int | None = None) -> int:
-        """The given number."""
         return self.capacities[strategy]
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
-        """The given number."""
         return self.capacities[strategy]
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> DeviceMemoryError:
-        """Names the strategy with the largest capacity."""
         best = max(strategies, key=lambda strategy: self.capacities[strategy])
         return DeviceMemoryError(
             f"no strategy holds a sequence of {longest} tokens",

@@ -84,7 +84,6 @@ class RunFolder:
 
     @property
     def is_locked(self) -> bool:
-        """Whether this process may write here."""
         return self._lock.is_locked
 
     def lock(self) -> None:

@@ -158,7 +158,6 @@ class Manifest:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the model is a PEFT adapter."""
         return self.adapter_weights is not None
 
     @property

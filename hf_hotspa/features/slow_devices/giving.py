@@ -375,7 +375,6 @@ Shares = tuple[float, ...]  # for each rank the share of its columns that it han
 
 
 def tensor_groups(strategy: Strategy) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each tensor-parallel group."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for rank in range(strategy.world_size):
         coord = vars(strategy.coord(rank))
