@@ -441,7 +441,7 @@ class _RingFunction(torch.autograd.Function):
         of_row = torch.zeros(2, *key.shape[1:], dtype=total.dtype)
         returning: tuple[Any, Tensor] | None = None
         for step, keys, values in ring.travel(key, value):
-            own = torch.zeros(2, *keys.shape[1:], dtype=total.dtype) if step else of_row
+            own = keys.new_zeros(2, *keys.shape[1:], dtype=total.dtype) if step else of_row
             for queries, block, causal in ring.pairs(step):
                 part, d_key, d_value = gradients_of_block(
                     d_out[:, :, queries].contiguous(),
