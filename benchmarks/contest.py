@@ -152,12 +152,12 @@ def check_runs_everywhere(shape: ModelShape) -> None:
         raise SystemExit(f"sides that are legal cannot run: {unsupported}")
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, seed: int = 0) -> Any:
     """Random weights in fp32, the same on every rank."""
     import torch
     from transformers import LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return LlamaForCausalLM(model_config(name))
 
 

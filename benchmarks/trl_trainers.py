@@ -1,4 +1,4 @@
-"""SFT, DPO and GRPO of TRL over a switched model beside TRL under DDP: the same configs, data and micro-batches.
+"""SFT, DPO, GRPO and distillation of TRL over a switched model beside TRL under DDP: the same configs, data and micro-batches.
 
     python benchmarks/trl_trainers.py
     python benchmarks/trl_trainers.py --rounds 5 --json out/trl_trainers.json
@@ -6,7 +6,9 @@
 
 Sides take turns, each round another one first; a turn is a new trainer, one step that does not count, and `--steps` that do.
 A step counts everything. Rows have long-tailed lengths. SFT runs with `bfd` packing, and without (padded by TRL); DPO with
-a live reference. GRPO has recorded completions on both sides, the longest of them 20 times the shortest. Tokens are those that go through all layers in a forward: TRL's with its padding. Losses of both sides
+a live reference. GRPO and distillation have recorded completions on both sides, the longest of them 20 times the shortest; the
+teacher is another model of the same size. Tokens are those that go through all layers in a forward of the student or a
+reference: TRL's with its padding. Losses of both sides
 must agree. Memory is the peak of a process over what it held before the turn, mean over ranks.
 
 TRL with FSDP2 does not run here: accelerate sets FSDP aside on CPU processes.
@@ -26,7 +28,8 @@ from step import machine_facts
 
 from hf_hotspa.commands.rank_world import run_world
 
-TASKS = ("sft", "sft bfd", "dpo", "grpo")
+TASKS = ("sft", "sft bfd", "dpo", "grpo", "distill")
+GENERATED = ("grpo", "distill")
 WANTED = {"sft bfd": 1.0, "dpo": 1.5, "grpo": 2.0}
 SIDES = ("trl", "ours")
 TOLERANCE = 1e-4
@@ -53,7 +56,7 @@ def data_of(task: str, options: argparse.Namespace) -> Any:
         return torch.minimum(a, b).tolist()
 
     number = options.rows * options.ranks * (options.steps + 1) * (4 if task == "sft bfd" else 1)
-    if task == "grpo":
+    if task in GENERATED:
         return Dataset.from_list([{"prompt": f"w{4 + index % 50} w5 w6"} for index in range(number)])
     lengths = lengths_of(number, options.longest, 2)
     if task != "dpo":
@@ -80,7 +83,7 @@ def tokenizer(vocabulary: int) -> Any:
 
 
 def recorded(cls: Any, options: argparse.Namespace) -> Any:
-    """A GRPO trainer whose completions come from a record in the place of generation: most are short, of 1 to 20 lengths."""
+    """A trainer whose completions come from a record in the place of generation: most are short, of 1 to 20 lengths."""
     import torch
 
     class Recorded(cls):  # type: ignore[misc]
@@ -92,7 +95,8 @@ def recorded(cls: Any, options: argparse.Namespace) -> Any:
             shortest = max(longest // 20, 1)
             lengths = [longest, *(max(length, shortest) for length in lengths[1:])]
             draw = lambda n: torch.randint(4, MODELS[options.model][-1], (n,), generator=generator).tolist()  # noqa: E731
-            return [[*draw(length - 1), 1] for length in lengths], None
+            completions = [[*draw(length - 1), 1] for length in lengths]
+            return completions if "Distillation" in cls.__name__ else (completions, None)
 
     Recorded.__name__ = cls.__name__
     return Recorded
@@ -111,7 +115,7 @@ def trainer_of(task: str, side: str, options: argparse.Namespace, folder: str) -
     import hf_hotspa.trl
 
     home = trl if side == "trl" else hf_hotspa.trl
-    kind = task.split()[0].upper()
+    kind = "Distillation" if task == "distill" else task.split()[0].upper()
     given: dict[str, Any] = {
         "output_dir": f"{folder}/{task}-{side}", "max_steps": options.steps + 1, "per_device_train_batch_size": options.rows,
         "learning_rate": 1e-4, "lr_scheduler_type": "constant", "bf16": False, "use_cpu": True, "save_strategy": "no",
@@ -124,10 +128,14 @@ def trainer_of(task: str, side: str, options: argparse.Namespace, folder: str) -
         given |= {"hotspa_strategies": options.strategies, "hotspa_report": False, "hotspa_stragglers": "off"}
     extra: dict[str, Any] = {"ref_model": make_model(options.model)} if task == "dpo" else {}
     cls = getattr(home, f"{kind}Trainer")
-    if task == "grpo":
+    if task in GENERATED:
         del given["max_length"]
-        given |= {"num_generations": options.rows, "max_completion_length": options.longest}
-        cls, extra = recorded(cls, options), {"reward_funcs": evenness}
+        given["max_completion_length"] = options.longest
+        cls = recorded(cls, options)
+    if task == "grpo":
+        given["num_generations"], extra = options.rows, {"reward_funcs": evenness}
+    elif task == "distill":
+        extra = {"teacher_model": make_model(options.model, seed=1)}
     made = cls(
         model=make_model(options.model), args=getattr(home, f"{kind}Config")(**given), train_dataset=data_of(task, options),
         processing_class=tokenizer(MODELS[options.model][-1]), **extra,
@@ -148,9 +156,10 @@ def counted(trainer: Any, side: str) -> Callable[[], int]:
     passes, world = trainer.switched._passes, trainer.args.world_size
 
     def counting(method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(documents: Any, numbers: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
-            total[0] += sum(documents.lengths[number] for number in numbers)
-            return method(documents, numbers, *rest, **kwargs)
+        def run(given: Any, numbers: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
+            lengths = getattr(given, "documents", given).lengths  # of a step, or documents themselves
+            total[0] += sum(lengths[number] for number in numbers)
+            return method(given, numbers, *rest, **kwargs)
 
         return run
 

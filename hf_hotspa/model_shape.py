@@ -43,6 +43,11 @@ class ModelShape:
     both_ways_in_blocks: bool = False  # whether tokens beside each other may do so (images of some families)
     outputs: int = 0  # numbers of a token that the head makes, on every rank of tp; 0 for the vocabulary's logits
 
+    def __post_init__(self) -> None:
+        if self.both_ways and self.ck_unsupported_reason is None:
+            why = f"the tokens of {self.family} also see later ones, so sequences cannot be computed in chunks (+ck)"
+            object.__setattr__(self, "ck_unsupported_reason", why)
+
     def head_rows(self, tp: int) -> int:
         """Rows of the head's weight on a rank of tp."""
         return self.outputs or -(-self.vocab_size // tp)

@@ -16,7 +16,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from functools import cache, partial
 from importlib import import_module
 from math import ceil
@@ -42,7 +41,7 @@ from hf_hotspa.switched.calls import Compared, EveryToken
 from hf_hotspa.switched.model import FrozenModel, SwitchedModel
 from hf_hotspa.switched.model_object import guard, release, structure_only
 from hf_hotspa.switched.teacher import Teacher
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, arguments_of, completed, named
 from hf_hotspa.trainer.events import CallbackEvents
 from hf_hotspa.trainer.generating import ExpectedLengths
 from hf_hotspa.trainer.protocol import HasRun
@@ -860,14 +859,9 @@ def _of_library(name: str) -> Any:
     return getattr(import_module(home), name)
 
 
-@cache
 def config_of(name: str) -> Any:
     """Returns a config of TRL, such as SFTConfig, with our flags and TRL's defaults."""
-    base = _of_library(name)
-    own = {f.name: copy(f) for f in dataclasses.fields(base)}
-    types = {field: of_base.type for field, of_base in own.items()}
-    namespace = {"__module__": __name__, "__doc__": base.__doc__, "__annotations__": types}
-    return dataclasses.dataclass(type(name, (HotSPaTrainingArguments, base), {**namespace, **own}))
+    return arguments_of(_of_library(name), __name__)
 
 
 def in_front_of(base: type) -> type:

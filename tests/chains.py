@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from tests.families import tiny_model
+from tests.token_heads import ENCODERS
 
 PAD = 3
 LENGTHS = (5, 31, 9, 17, 3, 24)
@@ -19,7 +20,8 @@ LENGTHS = (5, 31, 9, 17, 3, 24)
 
 def saved(folder: str, family: str, side: str = "right", labels: int = 0) -> str:
     """Writes a tiny base, or a classifier, and its tokenizer; returns their folder."""
-    config = copy.deepcopy(tiny_model(family, torch.float64).config)
+    kind, settings = ENCODERS.get(family, (None, {}))
+    config = copy.deepcopy(tiny_model(family, torch.float64).config) if kind is None else kind(**settings)
     config.update({"pad_token_id": PAD, **({"num_labels": labels} if labels else {})})
     torch.manual_seed(1)
     model = (AutoModelForSequenceClassification if labels else AutoModel).from_config(config).double()

@@ -15,13 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, __version__
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    __version__,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_hotspa.costs.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, model_from
 from hf_hotspa.errors import HotspaError, ModelError
+from hf_hotspa.model.model_kind import attends_both_ways
 from hf_hotspa.model.specs import ModelDescription, describe_model
-from hf_hotspa.model.tensor_plan import has_tensor_plan
+from hf_hotspa.model.tensor_plan import has_tensor_plan, stage_plan
 from hf_hotspa.model_shape import ModelShape
 from tests.tiny_families import UNPLANNED, swept_families, tiny_config_of, without_dropout
 
@@ -51,6 +58,7 @@ FACTS = (
     "whole",
     "layer_factor",
     "head_norms",
+    "encoder",
 )
 """The facts read from a model."""
 _SMALLEST = 5e-4
@@ -71,9 +79,13 @@ ONLY_TINY = (
 """Families whose default config describes no model. In their tiny models, biases and routers are too large to be counted."""
 
 
+ENCODERS = ("distilbert", "modernbert")
+"""Families of encoders of which transformers has no causal language model."""
+
+
 def _family(config: Any) -> dict[str, object]:
     plan = config.base_model_tp_plan or {}
-    entry: dict[str, object] = {"tp": has_tensor_plan(config), "pp": bool(config.base_model_pp_plan)}
+    entry: dict[str, object] = {"tp": has_tensor_plan(config), "pp": bool(stage_plan(config))}
     if leaves := {name.rpartition(".")[2] for name in plan if ".mlp" in name}:
         entry["gated"] = bool(leaves & {"gate_proj", "gate_up_proj"})
     names = dict(config.attribute_map)
@@ -92,10 +104,24 @@ def described(config: PreTrainedConfig) -> ModelDescription:
         HotspaError: it does not support the model.
     """
     config._experts_implementation = "eager"
+    kind = AutoModelForTokenClassification if config.model_type in ENCODERS else AutoModelForCausalLM
     with torch.device("meta"):
-        return describe_model(
-            AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
-        )
+        model = kind.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+    return describe_model(model)
+
+
+def is_encoder(family: str) -> bool:
+    """Whether tokens of a family see both sides if its config does not say that it is a decoder."""
+    if family in ENCODERS:
+        return True
+    if getattr(CONFIG_MAPPING[family], "is_decoder", None) is not False:
+        return False
+    try:
+        with torch.device("meta"):
+            model = AutoModelForTokenClassification.from_config(CONFIG_MAPPING[family]())
+        return attends_both_ways(model)
+    except (HotspaError, ValueError):  # it has no such class
+        return False
 
 
 def default_config(family: str) -> PreTrainedConfig:
@@ -147,12 +173,14 @@ def family_facts(family: str) -> dict[str, object]:
         found["layer_factor"] = float(f"{factor:.4g}")
     if shape.head_norms:
         found["head_norms"] = True
+    if is_encoder(family):
+        found["encoder"] = True
     return found
 
 
 def family_table(facts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """Returns the contents of the file, given the facts of each planned family."""
-    names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    names = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODERS})
     return {
         "kind": FAMILIES_KIND,
         "schema_version": FAMILIES_VERSION,
@@ -176,7 +204,7 @@ def render(table: Mapping[str, Any]) -> str:
 if __name__ == "__main__":
     known = json.loads(Path(FAMILIES_FILE).read_text())
     found = facts_of(known) if known["transformers"] == __version__ and sys.argv[1:] else {}
-    for name in sys.argv[1:] or swept_families():
+    for name in sys.argv[1:] or (*swept_families(), *ENCODERS):
         found[name] = family_facts(name)
         print(f"{name:22} {found[name]}", flush=True)
     Path(FAMILIES_FILE).write_text(render(family_table(found)))

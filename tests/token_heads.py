@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertConfig,
@@ -15,6 +16,8 @@ from transformers import (
     MistralConfig,
     ModernBertConfig,
     RobertaConfig,
+    T5GemmaConfig,
+    T5GemmaModuleConfig,
 )
 from transformers.models.llama import LlamaModel, LlamaPreTrainedModel
 
@@ -42,6 +45,29 @@ ENCODERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "roberta": (RobertaConfig, _ENCODER),
 }
 """Families whose tokens see both sides: windows (on each side: 4 tokens and 4), positions by rotation, by table, or counted."""
+
+
+def t5gemma_encoder(kind: str = "full_attention") -> Any:
+    """The encoder half of a T5Gemma as a classifier, with layers of one kind."""
+    shape = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    halves = [
+        T5GemmaModuleConfig(
+            **shape, layer_types=[kind] * 4, sliding_window=8, query_pre_attn_scalar=8, pad_token_id=PAD, dropout_rate=0.0
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    config = T5GemmaConfig(
+        encoder=halves[0], decoder=halves[1], is_encoder_decoder=False, vocab_size=MISTRAL["vocab_size"], pad_token_id=PAD,
+        dropout_rate=0.0, classifier_dropout_rate=0.0, num_labels=3, problem_type="single_label_classification",
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").double()
+
+
+def masked_lm(family: str) -> Any:
+    """A tiny encoder that predicts masked tokens."""
+    kind, settings = ENCODERS[family]
+    return AutoModelForMaskedLM.from_config(kind(**{**settings, "pad_token_id": PAD}))
 
 
 class TwoRewards(LlamaPreTrainedModel):
@@ -103,6 +129,8 @@ OWN = {"own": TwoRewards, "embed": Embedder, "embed mean": MeanEmbedder, "embed 
 
 def headed(family: str, kind: str, labels: int, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """A tiny model of a family with random norms, and a head of so many labels."""
+    if family == "t5gemma":
+        return t5gemma_encoder().to(dtype)
     config: Any
     if family in ENCODERS:
         config = ENCODERS[family][0](**ENCODERS[family][1])

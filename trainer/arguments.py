@@ -4,6 +4,7 @@ Settings that cannot be honoured raise an error that names them (`refuse_argumen
 (`deepspeed_config`). Everything else of `TrainingArguments` works unchanged.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -12,7 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from transformers import TrainingArguments
 
@@ -491,6 +492,15 @@ def named(
     if twice := sorted(placed.keys() & by_name.keys()):
         raise TypeError(f"the trainer got multiple values for argument {twice[0]!r}")
     return {**placed, **by_name}
+
+
+@functools.cache
+def arguments_of(base: type, home: str) -> Any:
+    """A class of arguments like `base`, a library's, with the `hotspa_*` flags and the defaults of `base`. `home`: the
+    module that has it under the same name."""
+    own, types = {field.name: copy.copy(field) for field in fields(base)}, get_type_hints(base)  # which may be texts
+    namespace = {"__module__": home, "__doc__": base.__doc__, "__annotations__": {name: types[name] for name in own}}
+    return dataclass(type(base.__name__, (HotSPaTrainingArguments, base), {**namespace, **own}))
 
 
 @functools.cache

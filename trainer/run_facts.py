@@ -164,17 +164,17 @@ def _flops(engine: HotSPaEngine, model: object) -> ModelFlops | None:
 
 def model_flops(shape: ModelShape, model: Any, peak: float) -> ModelFlops:
     """The operations of a model. Per parameter and token: 2 forward, 2 for the gradient of the input, and 2 for the
-    gradient of the weight if it is trained. In causal attention 6, times the square of a sequence, for layers of full
-    attention only, without sliding windows and linear attention. Recomputation does not count. `peak`: of all devices
-    together."""
+    gradient of the weight if it is trained. In causal attention 6, and 12 if tokens see both sides, times the square of a
+    sequence, for layers of full attention only, without sliding windows and linear attention. Recomputation does not
+    count. `peak`: of all devices together."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained) / max(sum(size for size, _ in sizes), 1)
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * shape.num_layers
-    parameters = shape.num_layers * shape.active_parameters + shape.vocab_size * shape.hidden_size
+    parameters = shape.num_layers * shape.active_parameters + shape.head_rows(1) * shape.hidden_size
     return ModelFlops(
         token=(4.0 + 2.0 * trained) * parameters,
-        square=6.0 * kinds.count("full_attention") * shape.attention_size,
+        square=6.0 * (1 + shape.both_ways) * kinds.count("full_attention") * shape.attention_size,
         peak=peak,
     )
 

@@ -208,6 +208,12 @@ class _Config:
         return value
 
     @property
+    def both_ways(self) -> bool:
+        """Whether tokens also see later ones."""
+        is_encoder = self.table.get("encoder", False) and not self.data.get("is_decoder")
+        return bool(is_encoder or self.data.get("use_bidirectional_attention"))
+
+    @property
     def gated(self) -> bool:
         activation = str(self.data.get("hidden_act") or self.data.get("activation_function") or "")
         known = self.table.get("gated")
@@ -279,6 +285,7 @@ def _shape(config: _Config, facts: Mapping[str, Any]) -> ModelShape:
         gated=config.gated,
         head_norms=config.table.get("head_norms", False),
         pair_layers=config.pair_layers,
+        both_ways=config.both_ways,
         **{name: reason for name, reason in facts.items() if name.endswith("_unsupported_reason")},
         **facts.get("whole", {}),
     )

@@ -472,7 +472,7 @@ def refuse_dropout(
     }
     own = _own_attention(layers, kinds) if of_attention else None
     for key, value in text.to_dict().items():
-        of_another_head = key.startswith(("classifier", "summary"))
+        of_another_head = key.startswith(("classifier", "summary", "seq_classif", "qa_"))
         if not (_is_dropout(key) or key.endswith("jitter_noise")) or of_another_head or not _is_positive(value):
             continue
         why = "the random numbers of its layers depend on the layout, so hot-switched training would not be exact"

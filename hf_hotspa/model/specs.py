@@ -575,8 +575,6 @@ def _no_cuts(structure: _Structure, how: str) -> str | None:
 
 def _no_chunks(structure: _Structure) -> str | None:
     family = structure.text.model_type
-    if structure.both_ways:
-        return f"the tokens of {family} also see later ones, so sequences cannot be {CHUNKS}"
     if structure.counts_from is not None:
         return f"the embedding of {family} counts the tokens before a token, so sequences cannot be {CHUNKS}"
     twice = next((module for module in structure.attentions if num_attends(module) > 1), None)

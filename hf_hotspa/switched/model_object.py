@@ -131,7 +131,8 @@ class Route:
     def __init__(self, model: nn.Module, switched: Called) -> None:
         self._model, self._switched = weakref.ref(called_model(bare_model(model)[0])), weakref.ref(switched)
         self.is_on, self.is_empty, self._is_closed = False, not has_weights(model), False
-        self.of_chain = isinstance(model, nn.Sequential)
+        self.of_chain, self._in_chain = isinstance(model, nn.Sequential), False
+        self._chain = weakref.ref(model)
         if self.of_chain:
             switched.forward = functools.partial(self._run_chain, model)  # type: ignore[method-assign]
         self._own: Callable[..., object] | None = None  # TRL's forward on the object
@@ -156,15 +157,30 @@ class Route:
             if self._made is None or self._made[0] is not self._own:
                 self._made = self._own, self._over(self._own)
             self._routed = own["forward"] = types.MethodType(self._made[1], model)
+        if self.of_chain and (chain := self._chain()) is not None:
+            vars(chain).pop("forward", None)
+            vars(chain).update({"forward": types.MethodType(self._routed_forward_of_chain, chain)} if on else {})
         return was
 
     def _run_chain(self, chain: nn.Module, *args: object, **kwargs: object) -> object:
         was = self.set(True)
         try:
-            out = chain(*args, **kwargs)
+            return chain(*args, **kwargs)
         finally:
             self.set(was)
-        return getattr(bare_model(chain)[0], "of_chain", lambda made: made)(out)
+
+    def _routed_forward_of_chain(self, chain: nn.Module, *args: object, **kwargs: object) -> object:
+        was, self._in_chain = self._in_chain, True
+        try:
+            out = type(chain).forward(chain, *args, **kwargs)
+        finally:
+            self._in_chain = was
+        return self._for_the_caller(out)
+
+    def _for_the_caller(self, out: object) -> object:
+        if not self.of_chain or self._in_chain:
+            return out
+        return getattr(bare_model(self._chain())[0], "of_chain", lambda made: made)(out)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.is_empty = False
@@ -181,7 +197,7 @@ class Route:
             is_own = model is self._model()  # a copy is another model
             to = self._switched() if self.is_on and is_own else None
             if to is not None and not kwargs.get("use_cache") and kwargs.get("past_key_values") is None:
-                return type(to).forward(to, *args, **kwargs)
+                return self._for_the_caller(type(to).forward(to, *args, **kwargs))
             if self.is_empty and is_own:
                 raise HotspaError(
                     "trainer.model has no weights (its parameters are on the meta device)",

@@ -367,7 +367,7 @@ def test_switched_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_trl_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("trl_trainers", tmp_path / "out" / "trl.json")
     text = capsys.readouterr().out
-    assert set(found["summary"]) == {"sft", "sft bfd", "dpo", "grpo"}
+    assert set(found["summary"]) == {"sft", "sft bfd", "dpo", "grpo", "distill"}
     for task, row in found["summary"].items():
         assert task in text
         assert row["ours tokens"] <= row["trl tokens"]

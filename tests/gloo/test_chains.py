@@ -2,18 +2,15 @@
 
 import pickle
 import shutil
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 
-from hf_hotspa import HotSPaTrainingArguments
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.trainer.trainer import switched
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 
@@ -24,6 +21,7 @@ FAST = (
     ("qwen3_qk_norm_tied", "right", "lasttoken", "sizes", ("pp2:64",)),
     ("qwen3_qk_norm_tied", "left", "lasttoken", "cached", ("tp2+z3+rc:64",)),
     ("llama_gqa_bias", "right", "", "ranks", ("dp2:16,tp2:64",)),
+    ("modernbert", "right", "mean", "pairs", ("dp2:16,tp2+sp:64",)),
 )
 FAST_4 = (("llama_gqa_bias", "left", "cls", "pairs", ("dp4:16,cp2tp2+sp:64",)),)
 WIDE = tuple(
@@ -59,28 +57,21 @@ def trainer_of(
     **more: Any,
 ) -> Any:
     """A trainer of sentence-transformers, switched or not, with a batch of 8 rows in all."""
-    from sentence_transformers import CrossEncoder, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
+    import sentence_transformers as stock
 
-    base: Any = SentenceTransformerTrainer
-    kind: Any = SentenceTransformerTrainingArguments
-    if isinstance(model, CrossEncoder):
-        base, kind = CrossEncoderTrainer, CrossEncoderTrainingArguments
+    from hf_hotspa.trainer import sentence_transformers as ours
 
-    @dataclass
-    class Both(HotSPaTrainingArguments, kind):  # type: ignore[misc,valid-type]
-        pass
-
-    Both.__qualname__, globals()["Both"] = "Both", Both  # the library pickles them
+    home: Any = stock if strategies is None else ours
+    kind = "CrossEncoder" if isinstance(model, stock.CrossEncoder) else "SentenceTransformer"
+    trainer, arguments = getattr(home, f"{kind}Trainer"), getattr(home, f"{kind}TrainingArguments")
     given: dict[str, Any] = {
         "per_device_train_batch_size": 8 // world, "max_steps": 3, "use_cpu": True, "report_to": "none", "logging_steps": 1,
         "save_strategy": "no", "disable_tqdm": True, "max_grad_norm": 0.5, "learning_rate": 1e-2,
         "ddp_find_unused_parameters": False, **more,
     }  # fmt: skip
-    if strategies is None:
-        return base(model, kind(folder, **given), train_dataset=data, loss=loss)
-    args = Both(folder, hotspa_strategies=strategies, hotspa_report=False, **given)
-    return switched(base)(model, args, train_dataset=data, loss=loss, evaluator=evaluator)
+    flags = {} if strategies is None else {"hotspa_strategies": strategies, "hotspa_report": False}
+    args = arguments(folder, **flags, **given)
+    return trainer(model, args, train_dataset=data, loss=loss, evaluator=evaluator)
 
 
 def made(folder: str, pooling: str, kind: str) -> tuple[Any, Any, Any]:
@@ -232,9 +223,15 @@ def test_no_rank_has_a_table_of_all_tokens(tmp_path):
             else:
                 out = switched(dict(features))
                 assert float((out["sentence_embedding"] - expected).abs().max()) < 1e-11
-                with pytest.raises(HotspaError, match="token_embeddings of an embedder are read, and only pooled"):
-                    out["token_embeddings"].sum()
+                direct = chain(dict(features))
+                assert torch.equal(direct["sentence_embedding"], out["sentence_embedding"])
+                for of_tokens in (out, direct, chain[0](dict(features))):
+                    with pytest.raises(HotspaError, match="token_embeddings of an embedder are read, and only pooled"):
+                        of_tokens["token_embeddings"].sum()
         switched.close()
+        again = chain(dict(features))  # by itself, with all tokens
+        assert again["token_embeddings"].shape == (2, 6, WIDTH)
+        assert "forward" not in vars(chain)
 
 
 def resumed(rank: int, world: int, folder: str, kind: str, first: str, then: str) -> Any:

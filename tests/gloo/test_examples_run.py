@@ -89,6 +89,28 @@ def test_a_script_of_trl_with_one_import_changed(script, better, tmp_path):
     assert phases == {"dp2+rc", "tp2+rc"}
 
 
+@pytest.mark.parametrize("script", ["classify.py", "embed.py"])
+def test_a_stock_script_with_one_import_changed_has_the_losses_of_the_stock_script(script, tmp_path):
+    processes, words = command_of(script)
+    stock, changed = re.subn(r"^# it was: (.*)\nfrom hf_hotspa.*$", r"\1", text_of(script), flags=re.MULTILINE)
+    assert changed == 1
+    assert not re.search(r"^ *(from|import) hf_hotspa", stock, re.MULTILINE)
+    (tmp_path / script).write_text(stock)
+    logs = []
+    for name, given in ((script, words), (str(tmp_path / script), words[: words.index("--hotspa_strategies")])):
+        out = tmp_path / f"out{len(logs)}"
+        given = [*given, "--max_steps", "6", "--output_dir", str(out)]
+        run_ranks(processes, run_script, name, given, str(tmp_path / "log.txt"), timeout=200)
+        state = json.loads((out / "trainer_state.json").read_text())
+        compared = ("loss", "eval_loss", "eval_accuracy")
+        logs.append([log[key] for log in state["log_history"] for key in compared if key in log])
+        assert list(out.rglob("model.safetensors"))
+    assert len(logs[0]) == (4 if script == "classify.py" else 2)
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+    phases = {phase.strategy for record in read_run_log(tmp_path / "out0").steps for phase in record.report.phases}
+    assert phases == {"dp2", "tp2"}
+
+
 @pytest.mark.slow
 def test_an_adapter_on_a_base_in_4_bits(tmp_path):
     assert len(text_of("qlora.py").splitlines()) < 60
@@ -123,6 +145,8 @@ SHORT = (
     "trl_reward.py",
     "trl_grpo.py",
     "trl_distill.py",
+    "classify.py",
+    "embed.py",
     "bare_loop.py",
     "slurm.sh",
 )

@@ -25,7 +25,18 @@ from tests.families import MIXTURE, tiny_config, tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 from tests.switched import worst
-from tests.token_heads import ENCODERS, OWN, PAD, adapted, batch_of, headed, reference, rows
+from tests.token_heads import (
+    ENCODERS,
+    OWN,
+    PAD,
+    adapted,
+    batch_of,
+    headed,
+    masked_lm,
+    reference,
+    rows,
+    t5gemma_encoder,
+)
 
 pytestmark = pytest.mark.gloo
 
@@ -41,6 +52,7 @@ TWO = (
     ("modernbert", SINGLE, 3, ("dp2+z3:16,cp2:64", "pp2:16,tp2+sp:64")),
     ("embeddinggemma", MULTI, 3, ("dp2:16,tp2+sp:64", "pp2+rc:64")),
     ("roberta", "tokens", 5, ("dp2:16,cp2+rc:64",)),
+    ("t5gemma", SINGLE, 3, ("dp2:16,cp2+rc:64",)),
 )
 FOUR = (("embeddinggemma", REAL, 1, ("dp4:16,cp2tp2+sp:64",)), ("bert", SINGLE, 3, ("dp4:16,cp2dp2+z2:64",)))
 EVERY = ("dp2:64", "tp2:64", "pp2:64", "cp2:64", "tp2+sp:64", "tp2+ck9:64", "dp2+z3:64", "dp2+rc:64", "pp2+v2:64", "cp2+ck9+rc:64",
@@ -114,7 +126,7 @@ def errors(rank, world, cases):
         of_rows = REAL if kind in OWN else kind
         dtype = dtypes[0] if dtypes else torch.float64
         batches = [
-            batch_of(rows(6, of_rows, labels, seed), left=seed % 2 == 1 and family not in ENCODERS)
+            batch_of(rows(6, of_rows, labels, seed), left=seed % 2 == 1 and family not in (*ENCODERS, "t5gemma"))
             for seed in range(world)
         ]
         if dtype == torch.float32:
@@ -335,6 +347,37 @@ def test_another_forward_is_refused(cls, message):
     model = cls(tiny_config("llama_gqa_bias", pad_token_id=PAD, num_labels=1))
     with pytest.raises(HotspaError, match=message):
         SwitchedModel(model, parse_buckets("dp1:64"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        # its head has weights, and reads a mean of hidden states
+        (
+            partial(headed, "modernbert", SINGLE, 3, classifier_pooling="mean"),
+            "calls 'head' with other values than hidden",
+        ),
+        (partial(masked_lm, "bert"), "BertForMaskedLM is not a causal language model"),
+        (partial(masked_lm, "modernbert"), "ModernBertForMaskedLM is not a causal language model"),
+        # its masks are not the windows that its attention passes on
+        (partial(t5gemma_encoder, "sliding_attention"), "mask that hides other tokens than its windows"),
+    ],
+)
+def test_an_encoder_that_cannot_be_switched_is_refused(make, message):
+    with pytest.raises(HotspaError, match=message):
+        SwitchedModel(make(), parse_buckets("dp1:64"))
+
+
+def test_kinds_of_tokens_other_than_0_are_refused():
+    switched = SwitchedModel(headed("bert", SINGLE, 3, torch.float32), parse_buckets("dp1:64")).eval()
+    batch = batch_of(rows(3, SINGLE, 3))
+    batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    with torch.no_grad():
+        switched(**batch)
+        batch["token_type_ids"][0, 2] = 1
+        with pytest.raises(HotspaError, match="gives its base token_type_ids"):
+            switched(**batch)
+    switched.close()
 
 
 def test_outputs_at_padding_are_refused():

@@ -3,7 +3,14 @@
 import sys
 
 import pytest
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_hotspa.data.prepare import load_source
 from hf_hotspa.model.specs import describe_model
@@ -96,3 +103,12 @@ def test_layers_that_see_a_window_have_no_squares():
     model = Gemma3ForCausalLM(config)
     assert config.layer_types.count("full_attention") == 1
     assert model_flops(describe_model(model).shape, model, 1.0).square == 6 * 16
+
+
+def test_tokens_that_see_both_sides_compare_twice_as_many_pairs():
+    config = BertConfig(num_hidden_layers=3, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_labels=5)
+    model = BertForTokenClassification(config)
+    products = 3 * (4 * (16 * 16 + 16) + 2 * 16 * 24 + 16 + 24 + 2 * 2 * 16) + 5 * 16  # with biases and norms
+    found = model_flops(describe_model(model).shape, model, 1.0)
+    assert found.square == 3 * 12 * 16
+    assert found.token == 6 * products

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForTokenClassification, Gemma3TextConfig, ModernBertConfig
 
 from hf_hotspa.cli import main
 from hf_hotspa.costs.data_sheet import layer_cost
@@ -17,6 +19,7 @@ from hf_hotspa.costs.memory import activation_bytes
 from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaConfigError, ModelError
+from hf_hotspa.model.specs import describe_model
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy, legal_strategies
@@ -113,3 +116,33 @@ def test_sequence_parallel_is_not_offered_where_the_engine_refuses_it(tmp_path: 
     asked = ["--model", str(tmp_path), "--nodes", "1x8", "--strategy", "tp8+sp", "--pack-tokens", "9"]
     assert main(["estimate", *asked]) == 2
     assert Setup.read(str(tmp_path), "1x8").strategies()
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert", "roberta", "electra"])
+def test_an_encoder_is_planned_as_the_engine_runs_it(family: str, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING[family](num_labels=3)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForTokenClassification.from_config(config)
+    shape, exact = load_model(tmp_path).shape, describe_model(model).shape
+    assert shape.both_ways
+    assert exact.both_ways
+    assert legal_strategies(WORLD, shape) == legal_strategies(WORLD, exact)
+    assert shape.ck_unsupported_reason == exact.ck_unsupported_reason
+    assert exact.ck_unsupported_reason is not None
+    assert shape.layer_parameters == pytest.approx(exact.layer_parameters, rel=NEAR)
+    assert shape.quadratic_cost == pytest.approx(exact.quadratic_cost, rel=NEAR)
+
+
+def test_a_plan_of_an_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, config in (("modernbert", ModernBertConfig()), ("embeddinggemma", Gemma3TextConfig())):
+        if name == "embeddinggemma":
+            config.use_bidirectional_attention = True
+        config.save_pretrained(tmp_path)
+        for task in ("embed", "classify"):
+            words = f"plan --model {tmp_path} --gpus 8xa100-80g --lengths chat --longest 8192 --task {task} --json"
+            assert main(words.split()) == 0
+            plan = json.loads(capsys.readouterr().out)
+            assert plan["task"] == task
+            assert plan["buckets"]
+            assert not any("+ck" in bucket["strategy"] for bucket in plan["buckets"])

@@ -70,11 +70,13 @@ def refuse_other_masks(base: PreTrainedModel) -> None:
         expected = [~hidden_pairs(every, every, window, True, torch.device("cpu")) for window in own]
         seen = [mask if mask.dtype == torch.bool else mask == 0 for mask in skipped[name].masks]
         if not all(
-            any(torch.equal(mask, other) for other in expected) for mask in seen or [torch.ones(size, size) > 0]
+            any(torch.equal(mask, other) for other in expected)
+            for mask in seen or [torch.ones(size, size, device="cpu") > 0]
         ):
             raise UnsupportedError(
                 f"the layer {name} of {family} is given a mask that hides other tokens than its windows ({own})",
                 why="its tokens see later ones, and packed attention knows windows alone",
+                fix="train it with transformers' Trainer",
             )
 
 

@@ -53,9 +53,12 @@ class _BaseAlone:
         return BaseModelOutputWithPooling(last_hidden_state=out.last_hidden_state, pooler_output=pooled)
 
     def of_chain(self, out: object) -> object:
-        """What a call of the chain returns: without the hidden states of tokens, if only pooled ones are here."""
-        if self.pool is not None and isinstance(out, dict) and isinstance(out.get(_OF_TOKENS), Tensor):
-            out[_OF_TOKENS] = mark = Mark.make(out[_OF_TOKENS].detach(), ())
+        """What a call of the chain, or of its first module, returns: without the hidden states of tokens, if only pooled ones
+        are here."""
+        if self.pool is None or not isinstance(out, dict):
+            return out
+        for name in {_OF_TOKENS, "last_hidden_state"} & out.keys():
+            out[name] = mark = Mark.make(out[name].detach(), ())
             mark.use, mark.fix = f"{_OF_TOKENS} of an embedder are read, and only pooled ones exist here", _FIX
         return out
 
