@@ -48,7 +48,7 @@ def status(runs: Runs) -> str:
     found = _nccl(runs)
     if not found:
         return (
-            f"{STATUS} alpha. Tested on CPU processes, whose messages keep [NCCL's rules](docs/wire.md), and on one H100 whose ranks "
+            f"{STATUS} alpha. Tested on CPU processes, whose messages keep [NCCL's rules](docs/wire.md), and on one H100 whose processes "
             "talked through the host; nothing has run over NCCL yet, so there are no multi-GPU figures "
             "([what ran where](docs/limits.md)). With two GPUs you can [measure it](docs/measured.md#how-to-send-a-result)."
         )
