@@ -401,6 +401,8 @@ def test_phases_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
     named = Calibration.from_dict(json.loads(of_earlier_releases(json.dumps(data))))
     assert named.phases[0].strategy == "dp4tp1pp1"
     assert named.time_model(SIZES) == given.time_model(SIZES)
+    data["runs"] = [{"strategy": "tp2", "ratio": 0.9, "number": 3}]  # what an earlier release added after runs
+    assert Calibration.from_dict(json.loads(json.dumps(data))) == given
     del data["phases"]
     assert Calibration.from_dict(json.loads(json.dumps(data))) == replace(given, phases=())
     for broken in ({"strategy": "dp2tp"}, {"seconds": 0}, {"replicas": [[["many"]]]}):
