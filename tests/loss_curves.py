@@ -1,6 +1,6 @@
 """Loss curves in bf16 beside fp32, of the stock Trainer and of `HotSPaTrainer` with hot-switched strategies.
 
-`python -m tests.loss_curves [steps]` prints the table of docs/exactness.md: a tiny model, the same rows, order, seed and
+`python -m tests.loss_curves [steps]` prints the table of docs/data/bf16-curves.csv: a tiny model, the same rows, order, seed and
 optimizer in every run; the stock Trainer in one process, ours on four gloo ranks under three strategies.
 """
 
