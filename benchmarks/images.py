@@ -9,53 +9,61 @@ model and of the towers, of all rows in packs against the plain model one row at
 shows a mistake in positions or masks; gradients do.
 
 `speed` trains a small Qwen3-VL in fp32 on made-up rows, whose texts and numbers of images have a long tail, on 4 ranks. Sides
-take turns, each on its own copy of the weights and an AdamW:
+take turns, each round another one first; a turn is a new trainer, one step that does not count, and one that does:
 
-* `TRL, padded`: what TRL's collator and DDP do: micro-batches of `--batch` rows in their order, padded to the longest;
+* `TRL, padded`: TRL's `SFTTrainer` under DDP, with micro-batches of `--batch` rows, padded to the longest;
 * `TRL, rows alone`: the same with micro-batches of one row, without padding;
-* `ours`: the same rows of each rank as one call of a `SwitchedModel`.
+* `ours`: the `SFTTrainer` of `hf_hotspa.trl`, with the arguments of the first.
 
-Printed are the slowest rank's wall seconds of a step, processor seconds of all ranks, tokens and patches computed, and the
-most bytes that a rank had beyond weights and optimizer. Before timing, the losses of all sides must agree to 1e-4.
+A step counts everything. Printed are wall seconds of a step, processor seconds and tokens of all ranks, and the peak of a process
+over what it had before the turn, as a mean over ranks. The losses of the first and the last side must agree to 1e-4.
 """
 
 import argparse
-import copy
 import random
 import statistics
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Sequence as Ordered
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import trl
+from datasets import Dataset, Features, Image, Sequence, Value
 from result_file import write_json
 from step import machine_facts
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from worlds import run_world
+from transformers.trainer_callback import PrinterCallback
+from trl_trainers import be_quiet, turn
 
-from hf_hotspa.calibrate.probe import PeakMemory, freeing_at_once
+import hf_hotspa.trl
+from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
 from tests.oracle import exact_in_double
-from tests.vision_models import VISION_FAMILIES, batch_of_images, image_rows, rows_with_images, vision_model
+from tests.vision_models import (
+    VISION_FAMILIES,
+    batch_of_images,
+    image_rows,
+    rows_with_images,
+    vision_model,
+    vision_processor,
+)
 from tests.vision_models import vision_reference as reference
 
-PADDED, ALONE, OURS = "TRL, padded", "TRL, rows alone", "ours"
+SIDES = PADDED, ALONE, OURS = "TRL, padded", "TRL, rows alone", "ours"
 FAMILY = "qwen3_vl"
 TOLERANCE = 1e-4
 WANTED = 1.5
 """How many times as fast as padded batches packs should be."""
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(arguments: Ordered[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("exactness", "speed"), help="only this one")
-    parser.add_argument("--families", nargs="+", default=["qwen3_vl", "qwen2_5_vl", "gemma3", "mistral3"])
+    parser.add_argument("--families", nargs="+", default=["qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4", "mistral3"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rows", type=int, default=16, help="of a rank in a step")
     parser.add_argument("--batch", type=int, default=4, help="rows of a padded micro-batch")
@@ -76,7 +84,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 # -- exactness (runs on every rank) -----------------------------------------------------------------------------------
 
 
-def packed_against_single(rank: int, world_size: int, families: Sequence[str]) -> list[dict[str, Any]]:
+def packed_against_single(rank: int, world_size: int, families: Ordered[str]) -> list[dict[str, Any]]:
     """Of each family: the losses of both ways, and 1 - cosine of the gradients of the language model and of the rest."""
     found = []
     for family in families:
@@ -119,111 +127,53 @@ def small_model(options: argparse.Namespace) -> Any:
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower, **ids))
 
 
-def make_rows(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of a rank: most have a short text and few images; one in sixteen has a long text, and eight images or none."""
-    rng = random.Random(rank)
+def make_rows(options: argparse.Namespace) -> Any:
+    """The rows of a step: most have a short text and few images; one in sixteen has a long text, and eight images or none."""
+    rng = random.Random(0)
     kinds = []
-    for index in range(options.rows):
-        is_long = index % 16 == rank % 16
+    for index in range(options.rows * options.ranks):
+        is_long = index % 16 == 0
         words = options.longest if is_long else min(options.longest, int(rng.lognormvariate(4, 0.8)) + 4)
-        number = rng.choice((0, 8)) if is_long else rng.choice((0, 1, 1, 2, 3))
+        number = 8 * (index // 16 % 2) if is_long else rng.choice((0, 1, 1, 2, 3))
         kinds.append((words, [(28 * rng.randint(1, 4), 28 * rng.randint(1, 4)) for _ in range(number)]))
-    return image_rows(FAMILY, kinds, seed=rank)
+    features = Features({"text": Value("string"), "images": Sequence(Image())})
+    return Dataset.from_list(image_rows(FAMILY, kinds), features=features)
 
 
-class Sides:
-    """A step of each side on one rank."""
-
-    def __init__(self, rank: int, world_size: int, options: argparse.Namespace) -> None:
-        self.world_size, rows = world_size, make_rows(rank, options)
-        model = small_model(options)
-        self.plain = DistributedDataParallel(copy.deepcopy(model).train(), find_unused_parameters=True)
-        self.switched = SwitchedModel(model, parse_buckets(options.strategies)).train()
-        self.optimizers = {
-            kind: torch.optim.AdamW(of.parameters(), lr=1e-4)
-            for kind, of in ((PADDED, self.plain), (OURS, self.switched))
-        }
-        sizes = {PADDED: options.batch, ALONE: 1, OURS: len(rows)}
-        self.batches = {
-            side: [batch_of_images(FAMILY, rows[at : at + size], torch.float32) for at in range(0, len(rows), size)]
-            for side, size in sizes.items()
-        }
-        (batch,) = self.batches[OURS]
-        counted = torch.tensor([float((batch["labels"][:, 1:] != -100).sum()), float(batch["attention_mask"].sum())])
-        dist.all_reduce(counted)
-        self.num_items, self.num_tokens = map(int, counted)
-        patches = sum(len(one["pixel_values"]) for one in self.batches[ALONE] if "pixel_values" in one)
-        self.patches = self._sum(patches)
-
-    def tokens(self, side: str) -> int:
-        """Tokens that a side's layers compute, of all ranks."""
-        if side == OURS:
-            return self.num_tokens
-        return self._sum(sum(batch["input_ids"].numel() for batch in self.batches[side]))
-
-    def _sum(self, number: int) -> int:
-        total = torch.tensor(number)
-        dist.all_reduce(total)
-        return int(total)
-
-    def step(self, side: str, updates: bool = True) -> float:
-        """Returns this rank's part of the loss, the sum over labels divided by all labels."""
-        model: Any = self.switched if side == OURS else self.plain
-        optimizer, total = self.optimizers[OURS if side == OURS else PADDED], 0.0
-        for index, batch in enumerate(self.batches[side]):
-            model.require_backward_grad_sync = index == len(self.batches[side]) - 1
-            loss = model(
-                **batch, num_items_in_batch=self.num_items, **({} if side == OURS else {"use_cache": False})
-            ).loss
-            (loss * self.world_size).backward()
-            total += float(loss.detach())
-        if updates:
-            optimizer.step()
-        elif side == OURS:
-            self.switched.flush()
-        optimizer.zero_grad()
-        return total
+def trainer_of(side: str, options: argparse.Namespace) -> Any:
+    """A trainer of a side, of two steps over the same rows."""
+    home, batch = (hf_hotspa.trl if side == OURS else trl), 1 if side == ALONE else options.batch
+    given = {
+        "output_dir": options.folder, "max_steps": 2, "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": options.rows // batch, "learning_rate": 1e-4, "lr_scheduler_type": "constant",
+        "bf16": False, "use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 1,
+        "seed": 0, "gradient_checkpointing": False, "max_length": None, "remove_unused_columns": False,
+    }  # fmt: skip
+    if side == OURS:
+        given |= {"hotspa_strategies": options.strategies, "hotspa_report": False, "hotspa_stragglers": "off"}
+    made = home.SFTTrainer(
+        model=small_model(options), args=home.SFTConfig(**given), train_dataset=make_rows(options),
+        processing_class=vision_processor(FAMILY),
+    )  # fmt: skip
+    made.remove_callback(PrinterCallback)
+    return made
 
 
 def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds by side and round, bytes, and what was computed."""
-    with freeing_at_once():
-        return _measure(rank, world_size, options)
-
-
-def _measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    sides, names = Sides(rank, world_size, options), (PADDED, ALONE, OURS)
-    totals = torch.tensor([sides.step(side, updates=False) for side in names], dtype=torch.float64)
-    dist.all_reduce(totals)
-    if float((totals / totals[0] - 1).abs().max()) > TOLERANCE:
-        raise RuntimeError(f"the losses differ: {dict(zip(names, totals.tolist(), strict=True))}")
-    memory = PeakMemory(torch.device("cpu"))
-    found = {side: {"wall": [], "cpu": [], "bytes": 0.0, "tokens": sides.tokens(side)} for side in names}  # type: ignore[var-annotated]
-    for turn in range(options.rounds + 1):
-        for side in names[turn % 3 :] + names[: turn % 3]:
-            dist.barrier()
-            if not turn and memory.works:
-                memory.start()
-            wall, cpu = time.perf_counter(), time.process_time()
-            sides.step(side)
-            taken = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
-            if not turn:  # it does not count: buffers are made, and memory is measured
-                peak = torch.tensor(float(memory.stop()) if memory.works else 0.0)
-                dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-                found[side]["bytes"] = float(peak)
-                continue
-            dist.all_reduce(taken[:1], op=dist.ReduceOp.MAX)
-            dist.all_reduce(taken[1:])
-            found[side]["wall"].append(float(taken[0]))
-            found[side]["cpu"].append(float(taken[1]))
-    sides.switched.close()
-    return {"sides": found, "patches": sides.patches, "losses": totals.tolist()}
+    """The turns of each side, and the patches of a step."""
+    be_quiet()
+    found: dict[str, Any] = {side: [] for side in SIDES}
+    for number in range(options.rounds):
+        for side in SIDES[number % 3 :] + SIDES[: number % 3]:
+            found[side].append(turn(trainer_of(side, options), "ours" if side == OURS else "trl"))
+    batch = vision_processor(FAMILY)(**make_rows(options)[:], padding=True, return_tensors="pt")
+    return {"sides": found, "patches": len(batch["pixel_values"])}
 
 
 # -- what is printed --------------------------------------------------------------------------------------------------
 
 
-def print_exactness(table: Sequence[dict[str, Any]]) -> None:
+def print_exactness(table: Ordered[dict[str, Any]]) -> None:
     """The table of losses and cosines."""
     print(f"{'':>14} {'loss packed':>18} {'loss single':>18} {'1 - cos language':>17} {'1 - cos vision':>15}")
     for row in table:
@@ -233,25 +183,30 @@ def print_exactness(table: Sequence[dict[str, Any]]) -> None:
 
 
 def print_speed(measured: dict[str, Any]) -> dict[str, float]:
-    """The table of sides; returns the ratios of seconds to ours."""
-    sides, ratios = measured["sides"], dict[str, float]()
-
-    def ratio(name: str, of: str) -> float:
-        return statistics.median(sides[name][of]) / statistics.median(sides[OURS][of])
-
-    print(f"{'':>16} {'wall s':>8} {'cpu s':>8} {'MiB':>8} {'tokens':>8} {'patches':>8} {'/ ours':>7} {'cpu':>6}")
-    for name, side in sides.items():
-        mib = f"{side['bytes'] / 2**20:.0f}" if side["bytes"] else "-"  # where the system measures no peaks
-        ratios |= {f"{name} wall": ratio(name, "wall"), f"{name} cpu": ratio(name, "cpu")}
+    """The table of sides; returns the ratios of seconds to ours. Raises `SystemExit`: the losses differ."""
+    median = {
+        side: {name: statistics.median(each[name] for each in turns) for name in turns[0]}
+        for side, turns in measured["sides"].items()
+    }
+    ours, padded = median[OURS], median[PADDED]
+    if abs(padded["loss"] - ours["loss"]) > TOLERANCE * abs(padded["loss"]):
+        raise SystemExit(f"the losses differ: {padded['loss']} and {ours['loss']}")
+    print(
+        f"{'':>16} {'wall s':>8} {'cpu s':>8} {'MiB':>8} {'tokens':>8} {'patches':>8} {'/ ours':>7} {'cpu':>6} {'MiB':>6}"
+    )
+    ratios = {}
+    for name, side in median.items():
+        wall, cpu, memory = (side[of] / ours[of] for of in ("seconds", "cpu", "memory"))
+        ratios |= {f"{name} wall": wall, f"{name} cpu": cpu, f"{name} memory": memory}
         print(
-            f"{name:>16} {statistics.median(side['wall']):8.2f} {statistics.median(side['cpu']):8.2f} {mib:>8}"
-            f" {side['tokens']:8,} {measured['patches']:8,} {ratio(name, 'wall'):7.2f} {ratio(name, 'cpu'):6.2f}"
+            f"{name:>16} {side['seconds']:8.2f} {side['cpu']:8.2f} {side['memory'] / 2**20:8.0f} {side['tokens']:8,.0f}"
+            f" {measured['patches']:8,} {wall:7.2f} {cpu:6.2f} {memory:6.2f}"
         )
     print(f"padded batches take {ratios[f'{PADDED} wall']:.2f} times our seconds (wanted: {WANTED})")
     return ratios
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def main(arguments: Ordered[str] | None = None) -> dict[str, Any]:
     """Measures, prints and writes."""
     options = parse_options(arguments)
     result: dict[str, Any] = {"options": {k: v for k, v in vars(options).items() if k != "json"}}
@@ -263,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print_exactness(result["exactness"])
     if options.part != "exactness":
         result["machine"] = machine_facts(options)
-        result["speed"] = run_world(options.ranks, measure, options)
+        with tempfile.TemporaryDirectory() as options.folder:
+            result["speed"] = run_world(options.ranks, measure, options)
         result["ratios"] = print_speed(result["speed"])
     write_json(options.json, result)
     return result

@@ -167,22 +167,21 @@ def counted(trainer: Any, side: str) -> Callable[[], int]:
     return lambda: total[0] // world
 
 
-def turn(task: str, side: str, options: argparse.Namespace, folder: str) -> dict[str, float]:
-    """One trainer, from its making to its end: seconds and tokens of a step, and the peak of memory."""
+def turn(trainer: Any, side: str) -> dict[str, float]:
+    """A trainer of a side, until it has trained: of a step seconds, processor seconds and tokens, the last two of all ranks;
+    and the peak of memory."""
     import torch
     import torch.distributed as dist
     from transformers import TrainerCallback
 
     from hf_hotspa.calibrate.probe import PeakMemory, freeing_at_once
 
-    marks: list[tuple[float, int]] = []
-    trainer = trainer_of(task, side, options, folder)
-    tokens = counted(trainer, side)
+    marks, tokens = list[tuple[float, float, int]](), counted(trainer, side)
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             dist.barrier()
-            marks.append((time.perf_counter(), tokens()))
+            marks.append((time.perf_counter(), time.process_time(), tokens()))
 
     trainer.add_callback(Clock())
     memory = PeakMemory(torch.device("cpu"))
@@ -193,19 +192,20 @@ def turn(task: str, side: str, options: argparse.Namespace, folder: str) -> dict
     if side == "ours":
         trainer.close_engine()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    numbers = torch.tensor([peak, marks[-1][1] - marks[0][1]], dtype=torch.float64)
+    numbers = torch.tensor([peak, *(marks[-1][at] - marks[0][at] for at in (1, 2))], dtype=torch.float64)
     dist.all_reduce(numbers)
     steps = len(marks) - 1
     return {
         "seconds": (marks[-1][0] - marks[0][0]) / steps,
-        "tokens": float(numbers[1]) / steps,
+        "cpu": float(numbers[1]) / steps,
+        "tokens": float(numbers[2]) / steps,
         "memory": float(numbers[0]) / dist.get_world_size(),
         "loss": losses[-1],
     }
 
 
-def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """All turns of all tasks, on every rank; returns rank 0's."""
+def be_quiet() -> None:
+    """Libraries print nothing."""
     import logging
     import os
     import warnings
@@ -219,12 +219,17 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
     import datasets
 
     datasets.disable_progress_bars()
+
+
+def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """All turns of all tasks, on every rank; returns rank 0's."""
+    be_quiet()
     found: dict[str, Any] = {task: {side: [] for side in SIDES} for task in options.tasks}
     for task in options.tasks:
         for number in range(options.rounds):
             for at in range(len(SIDES)):
                 side = SIDES[(number + at) % len(SIDES)]
-                found[task][side].append(turn(task, side, options, options.folder))
+                found[task][side].append(turn(trainer_of(task, side, options, options.folder), side))
     return found
 
 

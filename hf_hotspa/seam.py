@@ -97,6 +97,11 @@ class Options:
         """Tokens that it adds to each row, beside the lengths that a plan is given."""
         return 0
 
+    def seconds_beside(self, setup: object) -> float:
+        """Seconds of a mini-batch beside phases and switches, the same whatever runs these, for a `search.setup.Setup` with
+        hardware."""
+        return 0.0
+
     def plan_notes(self, setup: object) -> Sequence[str]:
         """What readers of a plan for a `search.setup.Setup` with hardware must know."""
         return ()

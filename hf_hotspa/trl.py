@@ -610,7 +610,9 @@ def expected_gradients(trainer: HasRun) -> EveryToken | None:
     of_logits = vars(trainer).get("compute_loss_func") is not None or values["label_smoothing_factor"]
     if of_trl(type(trainer))[0] != "SFT" or not is_sum or of_logits:
         return None
-    return EveryToken(times_probability=values["loss_type"] == "dft")
+    # a model that is not told how many labels a step has: the mean of each micro-batch
+    of_rank = not vars(trainer).get("model_accepts_loss_kwargs", True)
+    return EveryToken(times_probability=values["loss_type"] == "dft", of_rank=of_rank)
 
 
 def first_seeds(trainer: OverOnline, inputs: Mapping[str, Any]) -> Tensor | None:

@@ -63,6 +63,13 @@ MUTATIONS = [
         IMAGES,
     ),
     Mutation(
+        "tokens of an image see both ways in layers without a window, too",
+        "hf_hotspa/features/images/picture_replica.py",
+        "in_windows and call.sliding_window is None",
+        "in_windows and call is None",
+        IMAGES,
+    ),
+    Mutation(
         "images side by side are several blocks",
         "hf_hotspa/features/images/pictures.py",
         "self.places.diff() != 1",

@@ -69,6 +69,29 @@ def _gemma3() -> PreTrainedModel:
     return hf.Gemma3ForConditionalGeneration(config)
 
 
+def _gemma4() -> PreTrainedModel:
+    """Without embeddings of layers; images see both ways in sliding layers only."""
+    tokens = {
+        "boi_token_id": 160,
+        "eoi_token_id": 161,
+        "image_token_id": IMAGE,
+        "video_token_id": 159,
+        "audio_token_id": 158,
+    }
+    tower = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
+    }  # fmt: skip
+    text = (
+        TEXT
+        | WINDOWS
+        | {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY}
+    )
+    both = {"use_bidirectional_attention": "vision"}
+    config = hf.Gemma4Config(text_config=text | both, vision_config=tower, audio_config=None, **tokens)
+    return hf.Gemma4ForConditionalGeneration(config)
+
+
 def _mistral3() -> PreTrainedModel:
     tower = {**_FIXED, "model_type": "pixtral", "image_size": 112}
     config = hf.Mistral3Config(
@@ -145,6 +168,17 @@ def _gemma3_processor() -> ProcessorMixin:
     return hf.Gemma3Processor(image_processor=images, tokenizer=_tokenizer(**names), image_seq_length=4)
 
 
+def _gemma4_processor() -> ProcessorMixin:
+    names = {
+        "image_token": "<|image|>", "eoi_token": "<image|>", "boi_token": "<|image>", "video_token": "<|video|>",
+        "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>",
+    }  # fmt: skip
+    module: Any = import_module("transformers.models.gemma4.image_processing_pil_gemma4")
+    module._SUPPORTED_SOFT_TOKENS = (*module._SUPPORTED_SOFT_TOKENS, 5)
+    images = hf.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=5)
+    return hf.Gemma4Processor(None, images, _tokenizer(**names), None)
+
+
 def _pixtral_processor() -> ProcessorMixin:
     # the processor asks for torchvision's image processor, of which it calls a function that Pillow's module has too
     folder = "transformers.models.pixtral."
@@ -210,6 +244,7 @@ VISION_FAMILIES = {
     "qwen3_vl": VisionFamily(_qwen3_vl, lambda: _qwen_processor("Qwen3VL"), _QWEN_PLACE),
     "qwen2_5_vl": VisionFamily(_qwen2_5_vl, lambda: _qwen_processor("Qwen2_5_VL"), _QWEN_PLACE),
     "gemma3": VisionFamily(_gemma3, _gemma3_processor, "<start_of_image>"),
+    "gemma4": VisionFamily(_gemma4, _gemma4_processor, "<|image|>"),
     "mistral3": VisionFamily(_mistral3, _pixtral_processor, "[IMG]"),
     "smolvlm": VisionFamily(lambda: _shuffled("SmolVLM"), _idefics3_processor, "<image>"),
     "idefics3": VisionFamily(lambda: _shuffled("Idefics3"), _idefics3_processor, "<image>"),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from hf_hotspa.costs.memory import MemoryBreakdown, size
 from hf_hotspa.reporting.gain_words import (
@@ -52,6 +53,22 @@ class Plan:
     written: tuple[Rival, ...] = ()
     # seconds of each row's switch on links inside nodes and between them; empty on one node
     links: tuple[tuple[float, float], ...] = ()
+
+    def with_seconds(self, more: float) -> "Plan":
+        """The same plan with seconds that every step takes beside phases and switches, by whatever is compared."""
+        if not more:
+            return self
+
+        def longer(others: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(o if o.seconds is None else replace(o, seconds=o.seconds + more) for o in others)
+
+        choice = self.choice
+        near, static = longer(choice.near), choice.static_seconds + more
+        choice = replace(choice, seconds=choice.seconds + more, static_seconds=static, near=near)
+        return replace(
+            self, choice=choice, baselines=longer(self.baselines), rivals=longer(self.rivals),
+            layouts=longer(self.layouts), written=longer(self.written),
+        )  # fmt: skip
 
     @cached_property
     def _others(self) -> list[tuple[float, Baseline | Rival]]:

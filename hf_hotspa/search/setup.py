@@ -320,6 +320,7 @@ def make_plan(
         settings, written=prices, links=links, rivals=people_run(pricing, strategies, setup.devices_per_node),
         layouts=dynamic_layout(pricing, strategies),
     )  # fmt: skip
+    plan = plan.with_seconds(sum(each.seconds_beside(setup) for each in setup.features))
     return PlannedSetup(setup, tuple(drawn), str(lengths), plan)
 
 

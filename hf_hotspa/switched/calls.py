@@ -244,6 +244,7 @@ class EveryToken:
     """The same gradient by each log-probability of all ranks' labels, as of their sum or mean."""
 
     times_probability: bool = False  # that, times each token's probability, as of dynamic fine-tuning (dft)
+    of_rank: bool = False  # as of the mean over the labels of a rank in a call
 
 
 Assumed: TypeAlias = OfLoss | EveryToken | Tensor  # what is assumed; the tensor: [B, L - shift], by the caller
@@ -665,17 +666,17 @@ class Assumptions:
                 tokens={n: p[:, None] / world for n, p in call.of_document(whole) if bool(p.any())}, columns=1
             )
         weights = torch.zeros(len(calls[0].of_step.lengths), dtype=torch.float64)
-        num_labels = 0
+        num_labels, of_rank = 0, isinstance(assumed, EveryToken) and assumed.of_rank
         for call in calls:
             num_labels += sum(call.labels)
         for call in calls:
             for owner, (numbers, labels) in enumerate(zip(call.ranges, call.labels, strict=True)):
                 if labels:
-                    divisor = call.denominators[owner] if isinstance(assumed, OfLoss) else num_labels
+                    every = labels * world if of_rank else num_labels
+                    divisor = call.denominators[owner] if isinstance(assumed, OfLoss) else every
                     weights[numbers.start : numbers.stop] = -1.0 / divisor
-            call.assumed = (
-                assumed if isinstance(assumed, OfLoss) else call.mask.double() * (-world / max(num_labels, 1))
-            )
+            every = call.labels[self._engine.rank] * world if of_rank else num_labels
+            call.assumed = assumed if isinstance(assumed, OfLoss) else call.mask.double() * (-world / max(every, 1))
         return Upstream(weights, isinstance(assumed, EveryToken) and assumed.times_probability)
 
     def compare(self, beside: Iterable[float]) -> tuple[Multiple | None, Upstream, Tensor]:

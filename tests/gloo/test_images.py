@@ -36,6 +36,7 @@ Case = tuple[str, str, tuple[str, ...], dict[str, str]]
 TWO: tuple[Case, ...] = (
     ("qwen3_vl", "none", ("dp2:24,tp2+sp:200", "cp2+ck9+rc:200"), {}),
     ("gemma3", "tower", ("cp2:24,pp2:200",), {}),
+    ("gemma4", "none", ("cp2:24,tp2+sp:200",), {}),
 )
 SHORT = ("dp2:24,tp2:200", "tp2+sp+rc:200", "cp2:200", "dp2+z3:200", "pp2+z2:24,dp2:200")
 WIDE_2: tuple[Case, ...] = (
@@ -204,12 +205,19 @@ def drops_in_towers():
     return model
 
 
+def gemma4_with_inputs_of_layers():
+    config = vision_model("gemma4").config
+    config.text_config.hidden_size_per_layer_input = 8
+    return type(vision_model("gemma4"))(config).double()
+
+
 def refusals_of_models(rank, world):
     texts, teacher = [], vision_model("gemma3").eval()
     clip = {"pixel_values_videos": torch.ones(4, 6), "video_grid_thw": torch.tensor([[1, 2, 2]])}
     cases = [
         ("gemma3", drops_in_towers(), "dp2:200", (), {}),
         ("gemma3", quantized_towers(), "dp2:200", (), {}),
+        ("gemma4", gemma4_with_inputs_of_layers(), "dp2:200", (), {}),
         ("llava", vision_model("llava"), "pp2:200", (PipeDream(),), {}),
         ("gemma3", vision_model("gemma3"), "dp2:200", (), {"against": True}),
         ("qwen3_vl", vision_model("qwen3_vl"), "dp2:200", (), clip),
@@ -230,7 +238,7 @@ def refusals_of_models(rank, world):
 
 def test_models_and_calls_that_cannot_be_exact_are_errors_on_every_rank():
     words = [
-        "has a probability of 0.1 for zeros", "are quantized", "stages update after every pack",
+        "has a probability of 0.1 for zeros", "are quantized", "['per_layer_inputs']", "stages update after every pack",
         "compared with a teacher", "pixel_values_videos", "input_features",
     ]  # fmt: skip
     for texts in run_ranks(2, refusals_of_models, timeout=200):

@@ -224,3 +224,19 @@ def test_auto_is_told_of_images_in_the_first_batches_of_any_rank(tmp_path):
         assert "pixel_values" not in without
         assert "input_ids" in without
         assert "pixel_values" in with_images
+
+
+def passes_of(rank: int, world_size: int, folder: str) -> dict[str, int]:
+    fields = {**SMALL, "max_steps": 2, "gradient_accumulation_steps": 2}
+    case = Case("SFT", POOLS, "", fields, family="qwen3_vl", given=of_images("qwen3_vl", "completion"))
+    trainer = made(case, folder, POOLS[0])
+    counts = trainer.switched._passes.counts
+    trainer.train()
+    trainer.close_engine()
+    return dict(counts)
+
+
+def test_each_micro_batch_of_sft_is_trained_at_once(tmp_path):
+    """Also of a model that is not told how many labels a step has: its loss is the mean of each micro-batch."""
+    for counts in run_ranks(2, passes_of, str(tmp_path), timeout=200):
+        assert counts == {"scoring": 0, "training": 4}

@@ -110,7 +110,16 @@ def test_a_plan_counts_the_tokens_of_images(tmp_path, capsys):
     found = plan(capsys, tmp_path, *words, "--images", "2", "--image-size", "512")
     assert found["lengths"]["longest"] == plain["lengths"]["longest"] + 2 * 258
     assert found["images"] == "2 of 512 x 512 pixels a row: 1,024 patches and 258 tokens each"
+    large = plan(capsys, tmp_path, *words, "--images", "2", "--image-size", "512", "--strategies", "dp8:65536")
+    more = found["seconds"] - sum(bucket["compute_seconds"] + bucket["switch_seconds"] for bucket in found["buckets"])
+    assert 0 < more < found["seconds"]
+    assert plain["seconds"] == pytest.approx(
+        sum(bucket["compute_seconds"] + bucket["switch_seconds"] for bucket in plain["buckets"])
+    )
     (note,) = found["notes"]
+    assert f"takes about {more:,.2f} s" in note
+    for kind in ("baselines", "near", "written"):
+        assert all(other["seconds"] is None or other["seconds"] > more for other in large[kind])
     assert "258 tokens each" in note
     assert not plain["notes"]
     assert "images" not in plain
@@ -138,7 +147,7 @@ def test_the_seconds_of_towers_grow_with_images_and_fall_with_ranks(tmp_path):
 
     def seconds(images=1, nodes="1x8", lora=None):
         setup = Setup.read(str(tmp_path), nodes, "h100-80g", lora=lora)
-        return ImageLoad(images, 1024, tower, rows=64).seconds(setup)
+        return ImageLoad(images, 1024, tower, rows=64).seconds_beside(setup)
 
     one = seconds()
     assert seconds(images=2) == pytest.approx(2 * one, rel=0.05)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
-from hf_hotspa.features.images.pictures import Picture, Wire
+from hf_hotspa.features.images.pictures import BOTH_WAYS_IN_WINDOWS, ONE_WAY, Picture, Wire
 from hf_hotspa.model.pass_through import PassThrough
 from hf_hotspa.model.replica import Attachment, Replica
 from hf_hotspa.parallel.attention import AttentionCall, PackedSequences, attend
@@ -96,15 +96,16 @@ class PictureReplica(Attachment):
         self._attend_in_blocks(pack, whole)
 
     def _attend_in_blocks(self, pack: PackedSequences, micro_batch: MicroBatch) -> None:
-        blocks = dict[int, Tensor]()
+        blocks, ways = dict[int, Tensor](), ONE_WAY
         for index, (document, _) in enumerate(micro_batch.keys):
             picture = self._picture(document)
-            if picture is not None and picture.two_way:
+            if picture is not None and picture.ways != ONE_WAY:
+                ways = picture.ways  # of the family
                 of_row = torch.full((pack.lengths[index],), -1)
                 of_row[picture.places] = picture.blocks()
                 blocks[index] = of_row.to(self._replica.device)
         if blocks:
-            pack.divided = partial(attend_in_blocks, blocks)
+            pack.divided = partial(attend_in_blocks, blocks, ways == BOTH_WAYS_IN_WINDOWS)
 
     # -- hooks of modules ---------------------------------------------------------------------------------------------
 
@@ -142,6 +143,7 @@ class PictureReplica(Attachment):
 
 def attend_in_blocks(
     blocks: dict[int, Tensor],
+    in_windows: bool,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -150,15 +152,15 @@ def attend_in_blocks(
     pack: PackedSequences,
 ) -> Tensor:
     """[1, T, H, D] of whole sequences; in those with `blocks` [length], tokens of one block attend in both directions, -1 for
-    causal tokens."""
+    causal tokens. `in_windows`: in layers with a window only."""
     if pack.prefix is not None or not call.is_plain:
         raise ModelError(
             f"{type(module).__name__} attends in both directions by other than plain scores of whole sequences, which is not supported"
         )
-    outs = []
+    outs, is_causal = [], in_windows and call.sliding_window is None
     rows = query.split(pack.lengths, 2), key.split(pack.lengths, 2), value.split(pack.lengths, 2)
     for index, (q, k, v) in enumerate(zip(*rows, strict=True)):
-        if index not in blocks:
+        if index not in blocks or is_causal:
             ends = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
             outs.append(attend(module, q, k, v, call, PackedSequences((q.shape[2],), ends)))
             continue

@@ -15,6 +15,9 @@ from hf_hotspa.parallel.agreement import replica_ranks
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.switched.passes import Documents, Exchange, Move, places
 
+ONE_WAY, BOTH_WAYS, BOTH_WAYS_IN_WINDOWS = range(3)
+"""How consecutive image tokens attend to each other: as text; in both directions; in layers with a window only."""
+
 
 @dataclass(eq=False)
 class Encoded:
@@ -33,7 +36,7 @@ class Picture:
     features: Tensor | None  # [K, n, h], a leaf; None where no layer takes them
     places: Tensor  # int64 [n], the image tokens
     positions: Tensor | None  # int64 [3, L]; None if each token's position is its place
-    two_way: bool  # whether consecutive image tokens attend to each other in both directions
+    ways: int  # one of the three above
     encoded: Encoded | None = None  # of its call, on the rank that has read the row, if it is trained
     gradient: Tensor | None = None  # by the features, there
 
@@ -69,7 +72,7 @@ class Wire:
         for move, numbers in exchange.deliver("rows", sized, sent, torch.int32):
             places = torch.from_numpy((of.rows[move.document].ids == self.image_id).nonzero()[0])
             positions = numbers[1:].view(3, -1).long() if self.has_positions else None
-            of.beside[move.document] = Picture(None, places, positions, bool(numbers[0]))
+            of.beside[move.document] = Picture(None, places, positions, int(numbers[0]))
         sized = [move._replace(size=self.tables * of.side[move.document] * self.hidden) for move in moves]
         features = {
             move.document: of.beside[move.document].features.detach().to("cpu", dtype).flatten()
@@ -82,7 +85,7 @@ class Wire:
             )
 
     def _numbers(self, picture: Picture) -> Tensor:
-        head = torch.tensor([picture.two_way], dtype=torch.int32)
+        head = torch.tensor([picture.ways], dtype=torch.int32)
         if not self.has_positions:
             return head
         assert picture.positions is not None

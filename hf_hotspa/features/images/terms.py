@@ -8,7 +8,7 @@ so it compares twice as many pairs.
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_hotspa.costs import data_sheet
 from hf_hotspa.costs.memory import MemoryStage, activation_bytes
@@ -18,9 +18,6 @@ from hf_hotspa.costs.terms import MemoryTerm, Rate, Terms
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.seam import Options, settings
-
-if TYPE_CHECKING:
-    from hf_hotspa.search.setup import Setup
 
 _GATED = ("pixtral", "qwen2_5_vl")  # towers whose MLPs have a gate
 _PATCH_FRAMES = {"qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2, "qwen3_vl_moe": 2}  # an image is a film of two frames
@@ -152,18 +149,18 @@ class ImageLoad(Options):
         return {"images": text}
 
     def plan_notes(self, setup: object) -> list[str]:
+        (text,), seconds = self.shown().values(), self.seconds_beside(setup)
+        return [
+            f"Rows have images, {text}. --lengths count without them. Encoding them takes about {seconds:,.2f} s of each "
+            "mini-batch, whatever trains it; the seconds of a step above have them."
+        ]
+
+    def seconds_beside(self, setup: object) -> float:
+        """Seconds in which each rank encodes its images of a step, and, if they are trained, runs the towers backward.
+        `setup`: one with hardware."""
         from hf_hotspa.search.setup import Setup
 
         assert isinstance(setup, Setup)
-        (text,), seconds = self.shown().values(), self.seconds(setup)
-        return [
-            f"Rows have images, {text}. --lengths count without them. Encoding them takes about {seconds:,.2f} s of a "
-            "mini-batch, which no strategy changes and the seconds above leave out."
-        ]
-
-    def seconds(self, setup: "Setup") -> float:
-        """Seconds in which each rank encodes its images of a step, and, if they are trained, runs the towers backward.
-        `setup`: one with hardware."""
         assert setup.hardware is not None
         tower, number = self.tower, self.of_rank(setup.world_size)
         cost = data_sheet.layer_cost(tower.shape, 1, setup.hardware, setup.dtype)

@@ -21,7 +21,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
 from hf_hotspa.features.images.picture_replica import mask_of_blocks
-from hf_hotspa.features.images.pictures import Encoded, Picture, Wire, backward
+from hf_hotspa.features.images.pictures import (
+    BOTH_WAYS,
+    BOTH_WAYS_IN_WINDOWS,
+    ONE_WAY,
+    Encoded,
+    Picture,
+    Wire,
+    backward,
+)
 from hf_hotspa.features.images.terms import GRAPH_BYTES
 from hf_hotspa.model.model_kind import held_rates, other_half, text_base
 from hf_hotspa.packing.bucketing import MiniBatchPlan
@@ -53,6 +61,7 @@ _OF_TEXT = frozenset(
     ]
 )
 """Arguments of an inner forward that are not of images."""
+_TYPES = frozenset(("token_type_ids", "mm_token_type_ids"))
 _OTHERS = "video", "audio", "feature"
 """Parts of names of arguments of other kinds, which raise an error."""
 _OF_LANGUAGE = frozenset(
@@ -70,14 +79,10 @@ class Towers:
     names: frozenset[str]
     wire: Wire
     trained: bool  # whether some of their parameters were, at the start
-    _known: dict[frozenset[str], bool] = field(default_factory=dict, compare=False, repr=False)
-    """Whether images attend in both directions, by the names of what a batch has."""
+    in_blocks: bool  # see `SideInputs`: whether the family masks attention by types of tokens
+    _known: dict[frozenset[str], int] = field(default_factory=dict, compare=False, repr=False)
+    """How images attend (`Picture.ways`), by the names of what a batch has."""
     _kept: "WeakSet[Encoded]" = field(default_factory=WeakSet, compare=False, repr=False)
-
-    @property
-    def in_blocks(self) -> bool:
-        """See `SideInputs`: families with types of tokens mask attention by them."""
-        return "token_type_ids" in self.names
 
     def comes_with(self, fields: Collection[str]) -> bool:
         """See `SideInputs.comes_with`."""
@@ -96,11 +101,12 @@ class Towers:
                 why="images belong to rows, and positions behind an image depend on its size",
                 fix="give one document a row, padded, without position_ids",
             )
-        types = given.get("token_type_ids")
-        if isinstance(types, Tensor) and not torch.equal(types == 1, given["input_ids"] == self.wire.image_id):
-            raise UnsupportedError(
-                "token_type_ids that are not 1 exactly at the tokens of images", fix="give what the processor returns"
-            )
+        for name in _TYPES & self.names:
+            types = given.get(name)
+            if isinstance(types, Tensor) and not torch.equal(types == 1, given["input_ids"] == self.wire.image_id):
+                raise UnsupportedError(
+                    f"{name} that are not 1 exactly at the tokens of images", fix="give what the processor returns"
+                )
         counted = [replace(one, side=int((one.ids == self.wire.image_id).sum())) for one in documents]
         if not any(document.side for document in counted):
             raise DataError(
@@ -131,11 +137,12 @@ class Towers:
                 f"the images of a batch cannot be encoded: {type(failure).__name__}: {failure}",
                 fix="give rows and pixels of the same call of the processor, and cut no row",
             ) from failure
-        two_way = self._known.get(key)
-        if two_way is None and (two_way := seen.is_two_way(model, documents)) is not None:
-            self._known[key] = two_way
-        self._refuse_two_way(passes, model, bool(two_way))
-        pictures = seen.pictures(documents, bool(two_way), self.trained)
+        ways = self._known.get(key)
+        if ways is None and (ways := seen.ways(model, documents)) is not None:
+            self._known[key] = ways
+        if ways:
+            self._refuse_cuts(passes, model)
+        pictures = seen.pictures(documents, ways or ONE_WAY, self.trained)
         if trained:
             again = partial(self._again, passes, model, dict(given), of_images, documents)
             encoded = Encoded(again, seen.live(documents) if keeps else None, saved.total)
@@ -175,10 +182,8 @@ class Towers:
                     fix="set it to 0",
                 )
 
-    def _refuse_two_way(self, passes: Passes, model: PreTrainedModel, two_way: bool) -> None:
+    def _refuse_cuts(self, passes: Passes, model: PreTrainedModel) -> None:
         """Raises an error for strategies that cut image blocks."""
-        if not two_way:
-            return
         engine = passes.engine
         options = engine.options.run_options(engine.device.type)
         for strategy in (bucket.strategy for bucket in engine.buckets):
@@ -273,7 +278,7 @@ def _recording(model: PreTrainedModel, around: nn.Module, language: str, attenti
 
     def record(**named: object) -> BaseModelOutputWithPast:
         got.update(named)
-        return BaseModelOutputWithPast(last_hidden_state=got["inputs_embeds"])
+        return _Nothing(last_hidden_state=got["inputs_embeds"])
 
     modules = {embedding: embed, inner: record}
     before = {module: vars(module).get("forward") for module in modules}
@@ -288,6 +293,14 @@ def _recording(model: PreTrainedModel, around: nn.Module, language: str, attenti
             del vars(module)["forward"]
             vars(module).update({} if forward is None else {"forward": forward})
         vars(around).update(left)
+
+
+class _Nothing(BaseModelOutputWithPast):
+    """A language model's output, whatever the module around it reads of it."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
 
 
 class Recorded:
@@ -311,7 +324,7 @@ class Recorded:
             raise _unsupported("adds features behind layers at other tokens than the image token")
         self._deep, self._rank = deep, (is_image.flatten().cumsum(0) - 1).view(is_image.shape)
 
-    def pictures(self, documents: Sequence[Document], two_way: bool, trained: bool) -> list[Picture | None]:
+    def pictures(self, documents: Sequence[Document], ways: int, trained: bool) -> list[Picture | None]:
         """A picture of each document with images. `trained`: whether gradients by features will come."""
         made = list[Picture | None]()
         for document in documents:
@@ -323,7 +336,7 @@ class Recorded:
             at = document.begin + places
             dtype = getattr(torch, self._wire.dtype)
             leaf = self._features(document, at).detach().to(dtype, copy=True).requires_grad_(trained)
-            made.append(Picture(leaf, places.cpu(), self._positions_of(document, columns), two_way))
+            made.append(Picture(leaf, places.cpu(), self._positions_of(document, columns), ways))
         return made
 
     def live(self, documents: Sequence[Document]) -> list[Tensor]:
@@ -352,34 +365,45 @@ class Recorded:
             raise _unsupported("gives its language model other positions than the places of tokens")
         return counted.expand(3, -1).contiguous() if wire.has_positions else None
 
-    def is_two_way(self, model: PreTrainedModel, documents: Sequence[Document]) -> bool | None:
-        """Whether consecutive image tokens attend to each other in both directions, by the masks; None if no image has two
-        tokens. Raises `UnsupportedError`: these are neither that, nor causal."""
+    def ways(self, model: PreTrainedModel, documents: Sequence[Document]) -> int | None:
+        """How consecutive image tokens attend to each other (`Picture.ways`), by the masks; None if no image has two tokens.
+        Raises `UnsupportedError`: in another way than these."""
         masks = self._masks if isinstance(self._masks, Mapping) else {"full_attention": self._masks}
-        ways = set[bool]()
+        pictures = zip(documents, self.pictures(documents, BOTH_WAYS, False), strict=True)
+        several = [(document, picture) for document, picture in pictures if picture is not None and document.side > 1]
+        if not several:
+            return None
+        window, kinds = getattr(model.config.get_text_config(), "sliding_window", None), set[tuple[bool, bool]]()
         for kind, mask in masks.items():
-            if not isinstance(mask, Tensor) or mask.dim() != 4:
-                ways.add(False)
-                continue
-            window = model.config.get_text_config().sliding_window if kind.startswith("sliding") else None
-            allowed = mask if mask.dtype == torch.bool else mask == 0
-            for document, picture in zip(documents, self.pictures(documents, True, False), strict=True):
-                if picture is None or document.side < 2:
-                    continue
-                columns = slice(document.begin, document.begin + len(document.ids))
-                blocks = torch.full((len(document.ids),), -1, device=allowed.device)
-                causal = mask_of_blocks(blocks, window)
-                blocks[picture.places] = picture.blocks().to(blocks)
-                own = allowed[document.row, 0, columns, columns]
-                if torch.equal(own, both := mask_of_blocks(blocks, window)) and not torch.equal(both, causal):
-                    ways.add(True)
-                elif torch.equal(own, causal):
-                    ways.add(False)
-                else:
-                    raise _unsupported("masks attention in another way than by causality, windows and images")
+            slides = kind.startswith("sliding")
+            kinds |= {(slides, way) for way in _ways_of(mask, window if slides else None, several)}
+        if kinds == {(True, True), (False, False)}:
+            return BOTH_WAYS_IN_WINDOWS
+        ways = {both for _, both in kinds}
         if len(ways) > 1:
             raise _unsupported("masks some images in another way than others")
-        return True in ways if ways else None
+        return BOTH_WAYS if ways == {True} else ONE_WAY
+
+
+def _ways_of(mask: object, window: int | None, several: Sequence[tuple[Document, Picture]]) -> set[bool]:
+    """Whether consecutive image tokens attend in both directions, by a mask [B, 1, L, L] of layers with that window; no mask
+    is causal."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return {False}
+    ways, allowed = set[bool](), mask if mask.dtype == torch.bool else mask == 0
+    for document, picture in several:
+        columns = slice(document.begin, document.begin + len(document.ids))
+        blocks = torch.full((len(document.ids),), -1, device=allowed.device)
+        causal = mask_of_blocks(blocks, window)
+        blocks[picture.places] = picture.blocks().to(blocks)
+        own = allowed[document.row, 0, columns, columns]
+        if torch.equal(own, both := mask_of_blocks(blocks, window)) and not torch.equal(both, causal):
+            ways.add(True)
+        elif torch.equal(own, causal):
+            ways.add(False)
+        else:
+            raise _unsupported("masks attention in another way than by causality, windows and images")
+    return ways
 
 
 def _has_tensors(value: object) -> bool:
@@ -414,4 +438,6 @@ def read_towers(model: nn.Module, dtype: torch.dtype | None) -> Towers | None:
         has_positions=hasattr(around, "get_rope_index"),
         dtype=str(dtype or bare.dtype).removeprefix("torch."),
     )
-    return Towers(outer, inner, names, wire, any(p.requires_grad for p in other_half(bare).values()))
+    by_config = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    trained = any(p.requires_grad for p in other_half(bare).values())
+    return Towers(outer, inner, names, wire, trained, in_blocks="token_type_ids" in names or by_config)
