@@ -340,7 +340,6 @@ class Restorer:
         else:
             with structure_only():
                 load_weights(folder, self._model, engine.master, agreement)
-            engine.master.frozen_version += 1
             tensors.copy_buffers(dict(bare_model(self._model)[0].named_buffers()), engine.part_models)
         self._switched.weights_are(current=False)
 

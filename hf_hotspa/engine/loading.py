@@ -349,6 +349,7 @@ def _fill(
     saved = agreement.run("loading weights", opened, lambda saved: {"files of weights": saved.files.digest()})
 
     def fill() -> None:
+        master.frozen_version += 1
         for name, buffer in saved.buffers().items():
             model.get_buffer(name).copy_(buffer)
         for name, share in master.shares.items():

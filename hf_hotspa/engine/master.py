@@ -145,7 +145,7 @@ class MasterStore:
         self.frozen_version = 0  # counts changes of frozen weights, so that strategies know when their copies are old
         self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model that has them, and the version
         self.in_place: dict[int, Tensor] = {}  # all of these segments, 1-D
-        self.completed = 0  # the `frozen_version` for which the other ranks' shares of them are here
+        self.completed = -1  # the `frozen_version` for which the other ranks' shares of them are here; -1: never
         # by segment, 1-D in the segment's master dtype; None if this rank owns nothing of it
         self.weights: list[Tensor | None] = []
         self.gradients: list[Tensor | None] = []  # likewise, for trained segments
