@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hf_hotspa  # noqa: F401  # first: lines that libraries log at every start do not appear
+
 BEGIN = time.monotonic()
 
 

@@ -7,10 +7,17 @@ from typing import Any
 from hf_hotspa.errors import printable
 
 _PACKAGE = __name__.partition(".")[0]
+_AT_EVERY_START = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",  # a kernel that another package would bring
+    "torch.utils._pytree": "is an Enum subclass and is now natively supported",  # an advice for authors of libraries
+}
+"""By logger: a part of a record that says nothing to a user, and that importing libraries of the Trainer logs."""
+_OF_OTHER_DEVICES = "Could not load this library"
+"""Of libraries' kernels for devices that this machine does not have. Dropped only where nobody has set up logging."""
 
 
 def install() -> None:
-    """Makes the records of our loggers printable; of others, drops one of bitsandbytes, which every start would show."""
+    """Makes the records of our loggers printable; of others, drops those that every start would show."""
     before = logging.getLogRecordFactory()
 
     def record_of(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -21,9 +28,10 @@ def install() -> None:
         return record
 
     logging.setLogRecordFactory(record_of)
-    # about a kernel for CPUs that another package would bring; nothing here needs it
-    kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    kernels.addFilter(lambda record: not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward"))
+    for name, text in _AT_EVERY_START.items():
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(lambda record: _OF_OTHER_DEVICES not in record.getMessage())
 
 
 def _clean(record: logging.LogRecord) -> None:

@@ -3,6 +3,8 @@
 import json
 import logging
 import pickle
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -90,6 +92,30 @@ def test_log_records_are_printable(caplog: pytest.LogCaptureFixture) -> None:
     assert failed.exc_text is not None
     assert failed.exc_text.endswith(r"OSError: a\x1b[2J")
     assert other.getMessage() == evil
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: %s"),
+        ("torch.utils._pytree", "%s is an Enum subclass and is now natively supported by torch.compile"),
+    ],
+)
+def test_what_libraries_log_at_every_start_does_not_appear(
+    caplog: pytest.LogCaptureFixture, name: str, text: str
+) -> None:
+    logging.getLogger(name).warning(text, "this")
+    logging.getLogger(name).warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def test_kernels_of_other_devices_are_not_missed() -> None:
+    program = (
+        "import hf_hotspa, logging; log = logging.getLogger('any')\n"
+        "log.warning('Failed to load %s: Could not load this library: %s', 'a', 'b'); log.warning('kept')"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+    assert shown == "kept\n"
 
 
 @pytest.mark.parametrize("cls", CLASSES)
