@@ -53,8 +53,8 @@ while True: time.sleep(0.1)
 
 def test_a_limit_ends_all_processes_and_the_next_part_runs(tmp_path: Path) -> None:
     """Also a worker with a process group of its own, and a part that does not heed Ctrl-C."""
-    parts = [part("long", WORKERS, limit_s=1.4), part("next", "print('here')")]
-    assert not GpuAll(tmp_path, "a GPU", lambda _: None).run(parts, grace_s=0.4)
+    parts = [part("long", WORKERS, limit_s=4.0), part("next", "print('here')")]
+    assert not GpuAll(tmp_path, "a GPU", lambda _: None).run(parts, grace_s=2.0)
     assert outcomes(tmp_path) == {"long": TOO_LONG, "next": PASSED}
     lines = (tmp_path / "long.log").read_text().splitlines()
     assert "asked to end" in lines
