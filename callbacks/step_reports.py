@@ -228,6 +228,7 @@ class SwitchOverheadCallback(TrainerCallback):
     * Context parallelism: `hotspa/context_mb` (sent between its ranks).
     * Experts over ranks: `hotspa/expert_load` (tokens of the busiest rank's experts, as a multiple of the mean), and
       with a capacity `hotspa/dropped_expert_tokens`.
+    * Images: `hotspa/image_patches`.
     * `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`,
       `hotspa/<strategy>/compute_s`.
     * On a GPU of known speed: `hotspa/mfu` (the model's operations relative to the peak of the data sheet, 0 to 1;

@@ -112,8 +112,18 @@ def of_towers_again(family, rows, model):
     assert all(picture.encoded is None or picture.encoded.live is None for picture in made)
 
 
+SINGLE = ("single rows", "towers again")
+"""The calls of one row each."""
+
+
+def patches_of(batches):
+    """Of all images: a table of patches, or images of patches of 14 x 14 pixels."""
+    pixels = [batch["pixel_values"] for batch in batches if "pixel_values" in batch]
+    return sum(len(each) if each.dim() == 2 else each.numel() // (3 * 14 * 14) for each in pixels)
+
+
 def called(rank, world, family, buckets, options):
-    """The errors of gradients, of losses and logits without gradients, and what else is to be 0."""
+    """The errors of gradients, of reported patches, of losses and logits without gradients, and what else is to be 0."""
     mine = [rows_with_images(family, 0), image_rows(family, [(9, []), (30, []), (4, [])])]
     rows, plain, numbers = mine[rank % 2], vision_model(family).train(), {}
     _, expected = vision_reference(plain, family, [mine[each % 2] for each in range(world)])
@@ -130,6 +140,12 @@ def called(rank, world, family, buckets, options):
         found = gradients_of(switched, backward)
         half = 0.5 if name == "double" else 1.0
         numbers[name] = max(errors_of({key: value * half for key, value in found.items()}, expected))
+        all_rows = [mine[each % 2] for each in range(world)]
+        groups = [[row] for of_rank in all_rows for row in of_rank] if name in SINGLE else all_rows
+        patches = patches_of(batch_of_images(family, group) for group in groups)
+        reported = sum(phase.image_patches for phase in switched.report.phases)
+        times = reported / patches  # "scored" trains rows again, with the gradients that came
+        numbers[f"patches, {name}"] = max(1 - times, 0) if name == "scored" else abs(times - 1)
         switched.zero_grad()
     switched.eval()
     plain.eval()

@@ -226,17 +226,29 @@ def test_auto_is_told_of_images_in_the_first_batches_of_any_rank(tmp_path):
         assert "pixel_values" in with_images
 
 
-def passes_of(rank: int, world_size: int, folder: str) -> dict[str, int]:
-    fields = {**SMALL, "max_steps": 2, "gradient_accumulation_steps": 2}
+def passes_of(rank: int, world_size: int, folder: str) -> tuple[dict[str, int], list[float], int]:
+    """The passes, the patches by the log of each step, and those of all pixels that the model got on this rank."""
+    fields = {**SMALL, "max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
     case = Case("SFT", POOLS, "", fields, family="qwen3_vl", given=of_images("qwen3_vl", "completion"))
     trainer = made(case, folder, POOLS[0])
     counts = trainer.switched._passes.counts
-    trainer.train()
+    given, forward = [], trainer.switched.forward
+
+    def counted(**batch: Any) -> Any:
+        given.append(len(batch["pixel_values"]) if "pixel_values" in batch else 0)
+        return forward(**batch)
+
+    with patch.object(trainer.switched, "forward", counted):
+        trainer.train()
+    logged = [line["hotspa/image_patches"] for line in trainer.state.log_history if "hotspa/image_patches" in line]
     trainer.close_engine()
-    return dict(counts)
+    return dict(counts), logged, sum(given)
 
 
 def test_each_micro_batch_of_sft_is_trained_at_once(tmp_path):
     """Also of a model that is not told how many labels a step has: its loss is the mean of each micro-batch."""
-    for counts in run_ranks(2, passes_of, str(tmp_path), timeout=200):
+    results = run_ranks(2, passes_of, str(tmp_path), timeout=200)
+    for counts, logged, _ in results:
         assert counts == {"scoring": 0, "training": 4}
+        assert len(logged) == 2
+        assert sum(logged) == sum(given for _, _, given in results) > 0

@@ -6,7 +6,7 @@ Its hooks; see `hf_hotspa.seam`.
 from typing import TYPE_CHECKING
 
 from hf_hotspa.features.images.terms import TERMS, add_image_flags, image_load
-from hf_hotspa.seam import Described, Flags
+from hf_hotspa.seam import Described, Flags, Measure
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 
 terms = TERMS
+
+# of the images of the rows that a phase trained, whichever rank has encoded them; with the padding of a batch
+measures = (Measure("image_patches", "image_patches", metric="image_patches", title="image patches"),)
 
 flags = Flags(commands=dict.fromkeys(("plan", "estimate"), add_image_flags), of_command=image_load)
 

@@ -47,6 +47,10 @@ class PictureReplica(Attachment):
         self._replica, self._taping, self._trained = replica, Taping(), trained
         self._here: _Here | None = None
         self._packed: MicroBatch | None = None
+        coord = replica.mesh.coord
+        self._counts = replica.is_first and not coord.tp and not coord.cp  # once for each replica
+        self._patches = 0  # of the forwards since `bind`
+        self._kept = dict[tuple[object, ...], int]()  # of packs whose graphs a scoring pass has kept
         if replica.is_first:
             replica.model.get_input_embeddings().register_forward_hook(self._replace)
         for index, layer in enumerate(replica.layers[: wire.tables - 1]):
@@ -69,6 +73,8 @@ class PictureReplica(Attachment):
     def begin(self, pack: PackedSequences, micro_batch: MicroBatch, whole: MicroBatch) -> None:
         index, parts = list[Tensor](), list[tuple[Picture, Tensor]]()
         self._packed, self._here, pack.beside = micro_batch, None, None
+        if self._counts:
+            self._count(whole)
         for document, positions, place in pieces(micro_batch):
             picture = self._picture(document)
             if picture is None:
@@ -88,6 +94,25 @@ class PictureReplica(Attachment):
             self._here = pack.beside = here if len(here.index) else None
         if pack.divided is None:
             self._attend_in_blocks(pack, micro_batch)
+
+    def _count(self, whole: MicroBatch) -> None:
+        begun = [self._picture(document) for document, positions, _ in pieces(whole) if not positions.start]
+        patches = sum(picture.patches for picture in begun if picture is not None)
+        if self._replica.head.keeps_graphs:
+            self._kept[whole.keys, whole.lengths] = patches
+        else:
+            self._patches += patches
+
+    def bind(self) -> None:
+        kept = self._replica.head.kept
+        self._patches, self._kept = 0, {pack: patches for pack, patches in self._kept.items() if pack in kept}
+
+    def measures(self) -> dict[str, float]:
+        """With the packs that began behind kept layers."""
+        kept = self._replica.head.kept
+        resumed = sum(patches for pack, patches in self._kept.items() if pack not in kept)
+        self._kept.clear()
+        return {"image_patches": float(self._patches + resumed)}
 
     def let_attend(self, pack: PackedSequences, whole: MicroBatch, place: int) -> None:
         """See `ContextParallel.let_attend`."""

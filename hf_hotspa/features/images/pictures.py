@@ -37,6 +37,7 @@ class Picture:
     places: Tensor  # int64 [n], the image tokens
     positions: Tensor | None  # int64 [3, L]; None if each token's position is its place
     ways: int  # one of the three above
+    patches: int = 0  # that the towers encoded for it
     encoded: Encoded | None = None  # of its call, on the rank that has read the row, if it is trained
     gradient: Tensor | None = None  # by the features, there
 
@@ -68,11 +69,11 @@ class Wire:
         for move in moves:
             if move.source == exchange.rank:
                 sent[move.document] = self._numbers(of.beside[move.document])
-        sized = [move._replace(size=1 + 3 * of.lengths[move.document] * self.has_positions) for move in moves]
+        sized = [move._replace(size=2 + 3 * of.lengths[move.document] * self.has_positions) for move in moves]
         for move, numbers in exchange.deliver("rows", sized, sent, torch.int32):
             places = torch.from_numpy((of.rows[move.document].ids == self.image_id).nonzero()[0])
-            positions = numbers[1:].view(3, -1).long() if self.has_positions else None
-            of.beside[move.document] = Picture(None, places, positions, int(numbers[0]))
+            positions = numbers[2:].view(3, -1).long() if self.has_positions else None
+            of.beside[move.document] = Picture(None, places, positions, int(numbers[0]), int(numbers[1]))
         sized = [move._replace(size=self.tables * of.side[move.document] * self.hidden) for move in moves]
         features = {
             move.document: of.beside[move.document].features.detach().to("cpu", dtype).flatten()
@@ -85,7 +86,7 @@ class Wire:
             )
 
     def _numbers(self, picture: Picture) -> Tensor:
-        head = torch.tensor([picture.ways], dtype=torch.int32)
+        head = torch.tensor([picture.ways, picture.patches], dtype=torch.int32)
         if not self.has_positions:
             return head
         assert picture.positions is not None

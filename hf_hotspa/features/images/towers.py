@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
@@ -143,6 +144,7 @@ class Towers:
         if ways:
             self._refuse_cuts(passes, model)
         pictures = seen.pictures(documents, ways or ONE_WAY, self.trained)
+        _share_patches(_patches(model, given), pictures)
         if trained:
             again = partial(self._again, passes, model, dict(given), of_images, documents)
             encoded = Encoded(again, seen.live(documents) if keeps else None, saved.total)
@@ -263,6 +265,27 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 def _has_pixels(given: Mapping[str, object]) -> bool:
     return any("pixel" in name and isinstance(value, Tensor) and value.numel() for name, value in given.items())
+
+
+def _patches(model: PreTrainedModel, given: Mapping[str, Any]) -> int:
+    """Of a batch's images, with their padding; pixels are tables of patches, or [..., channels, height, width]."""
+    pixels = given.get("pixel_values")
+    edge = getattr(getattr(model.config, "vision_config", None), "patch_size", None)
+    height, width = edge if isinstance(edge, list | tuple) else (edge, edge)
+    if not isinstance(pixels, Tensor) or not pixels.numel():
+        return 0
+    if pixels.dim() < 4:
+        return pixels.numel() // pixels.shape[-1]
+    return pixels.shape[:-3].numel() * (pixels.shape[-2] // height) * (pixels.shape[-1] // width) if height else 0
+
+
+def _share_patches(patches: int, pictures: Sequence[Picture | None]) -> None:
+    """Divides the patches of a batch among its rows, by their image tokens."""
+    there = [picture for picture in pictures if picture is not None]
+    ends = list(accumulate(len(picture.places) for picture in there))
+    for picture, end in zip(there, ends, strict=True):
+        begin = end - len(picture.places)
+        picture.patches = patches * end // ends[-1] - patches * begin // ends[-1]
 
 
 @contextmanager
