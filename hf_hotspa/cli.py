@@ -220,7 +220,10 @@ def _plan(args: argparse.Namespace) -> None:
         raise HotspaConfigError(f"--plot draws SVG, and the file is {args.plot!r}", fix=f"end its name in {SUFFIX}")
     file_to_write("--plot", args.plot)
     setup = _setup(args)  # first, so that its errors come before a data set is read
-    lengths = args.lengths if args.dataset is None else inputs.data_counts(args, args.model)
+    lengths = args.lengths
+    if args.dataset is not None:
+        lengths, of_rows = inputs.data_counts(args, args.model)
+        setup = replace(setup, features=(*setup.features, *of_rows))
     limits = args.longest, args.mini_batch, args.max_buckets, args.overlong
     plan = make_plan(setup, lengths, *limits, args.strategies)
     _print(plan, args, plan_text)

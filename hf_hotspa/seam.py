@@ -26,6 +26,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
+    import numpy as np
+    from datasets import Dataset
+    from numpy.typing import NDArray
+
 FEATURES = (
     "isolation",
     "dropout",
@@ -172,6 +176,15 @@ class Runner:
 
 
 @dataclass(frozen=True)
+class RowsBeside:
+    """What a feature reads of a plan's data set beside the text."""
+
+    dataset: "Dataset"  # the rest of the same rows
+    tokens: "NDArray[np.int64]"  # [rows], that it adds to each row
+    settings: Options | None  # of the plan
+
+
+@dataclass(frozen=True)
 class Flags:
     """The arguments of a feature."""
 
@@ -182,6 +195,8 @@ class Flags:
     # adds arguments to the parser of a command, by its name
     commands: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
     of_command: Callable[[Any], Any] = lambda args: None  # settings from a command's arguments, or None
+    # called with a command's arguments and its data set: a `RowsBeside`, or None
+    of_rows: Callable[[Any, Any], RowsBeside | None] = lambda args, dataset: None
 
 
 def argument_classes() -> tuple[type, ...]:

@@ -22,6 +22,7 @@ from hf_hotspa.costs.model_config import hub_file, preset_names, preset_source
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.rows.light_tokenizer import LightTokenizer
+from hf_hotspa.seam import Options, hooks
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.tables import histogram
 
@@ -124,8 +125,8 @@ def add_data_arguments(source: argparse._ActionsContainer, parser: argparse.Argu
     add_flags(parser, texts, split={"default": "train"}, rows={"type": whole()})
 
 
-def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
-    """Returns the sequence lengths of the data set of `add_data_arguments`. `model`: the model of a plan, whose
+def data_counts(args: argparse.Namespace, model: str | None = None) -> tuple[Counts, list[Options]]:
+    """Returns the sequence lengths of the data set of `add_data_arguments`, and the settings that follow from its rows. `model`: the model of a plan, whose
     tokenizer is the default. Raises `HotspaError`: the data set or its tokenizer cannot be read, a row cannot be
     tokenised, or there are no rows."""
     from hf_hotspa.data.prepare import load_source, prepare_dataset
@@ -142,9 +143,15 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
     if args.rows is not None and args.rows < num_rows:
         rows = np.random.default_rng(0).permutation(num_rows)[: args.rows]
         dataset = dataset.select(np.sort(rows))
+    more, of_rows = np.zeros(len(dataset), np.int64), list[Options]()
+    for flags in hooks("flags"):
+        if (beside := flags.of_rows(args, dataset)) is not None:
+            dataset, more = beside.dataset, more + beside.tokens
+            of_rows += [beside.settings] if beside.settings is not None else []
     tokenizer = None if "input_ids" in dataset.column_names else _tokenizer(args.tokenizer or _of_model(model))
     prepared = prepare_dataset(dataset, tokenizer, skips_empty=True)
     lengths = scan_dataset(prepared, rules=RowRules(skips_empty=True), disable_progress=quiet).sequence_lengths
+    lengths = lengths + more if more.any() else lengths
     some = "" if len(dataset) == num_rows else f", {len(dataset):,} of {num_rows:,} rows"
     if not lengths.all():  # training skips empty rows or raises an error
         some += f", {int((lengths == 0).sum()):,} empty rows left out"
@@ -152,7 +159,7 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
     counts = Counts.of(lengths, f"{args.dataset}{some}")
     if not counts.total:
         raise HotspaConfigError("no row has a token", where=str(args.dataset), fix="look at its columns")
-    return counts
+    return counts, of_rows
 
 
 def _of_model(model: str | None) -> str:
@@ -199,7 +206,7 @@ def _tokenizer(name: str) -> Any:
 
 def _lengths(args: argparse.Namespace) -> None:
     file_to_write("--output", args.output)
-    counts = data_counts(args)
+    counts, _ = data_counts(args)
     if args.output:
         counts.save(args.output)
     ends, tokens = np.cumsum(counts.sizes), int((counts.lengths * counts.sizes).sum())

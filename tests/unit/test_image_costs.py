@@ -1,12 +1,18 @@
 """Images in plans: tokens and patches by config are those of the families' processors, parameters those of their models."""
 
 import json
+from argparse import Namespace
+from unittest.mock import patch
 
+import PIL.ImageFile
 import pytest
 import torch
 import transformers as hf
+from datasets import Dataset, Features, Image, List, Value
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hf_hotspa.cli import main
+from hf_hotspa.commands.inputs import data_counts
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.features.images.terms import ImageLoad, tower_of
 from hf_hotspa.model.model_kind import other_half
@@ -83,12 +89,11 @@ def test_parameters_patches_and_tokens_of_published_models(name):
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "gemma3", "mistral3", "llava"])
 def test_an_image_has_the_tokens_that_the_processor_gives_it(family):
     config = vision_model(family).config.to_dict()
-    for size in (56, 84, 112):
+    for size in ((56,), (84,), (112,), (56, 112), (112, 84)):
         place = VISION_FAMILIES[family].placeholder
-        given = vision_processor(family)(
-            text=[f"w5 {place} w6"], images=[[picture(size, size, 0)]], return_tensors="pt"
-        )
-        tower = tower_of(config, size)
+        image = picture(size[0], size[-1], 0)
+        given = vision_processor(family)(text=[f"w5 {place} w6"], images=[[image]], return_tensors="pt")
+        tower = tower_of(config, *size)
         assert tower.tokens == given["input_ids"].shape[1] - 2
         if "image_grid_thw" in given:
             assert tower.patches == len(given["pixel_values"])
@@ -123,6 +128,101 @@ def test_a_plan_counts_the_tokens_of_images(tmp_path, capsys):
     assert "258 tokens each" in note
     assert not plain["notes"]
     assert "images" not in plain
+
+
+LONG, WIDE = (1024, 1024), (512, 256)
+"""Heights and widths of images with 1,026 and 130 tokens, 4,096 and 512 patches."""
+
+
+def words_tokenizer(tmp_path):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = hf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    made.chat_template = "{% for m in messages %}{{ m['content'] }} {{ eos_token }} {% endfor %}"
+    made.save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def rows_of(tmp_path, kind):
+    """The words of three rows, of which one has no image, one an image, and one two; and the folder or file of the data set."""
+    images = [[], [picture(*WIDE, 0)], [picture(*LONG, 1), picture(*WIDE, 2)]]
+    texts = [" ".join(["w"] * count) for count in (3000, 5, 20)]
+    if kind == "paths":
+        rows = [{"text": text, "images": []} for text in texts]
+        for row, of_row in zip(rows, images, strict=True):
+            for image in of_row:
+                row["images"].append(str(tmp_path / f"{len(list(tmp_path.glob('*.png')))}.png"))
+                image.save(row["images"][-1])
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return str(tmp_path / "rows.jsonl")
+    columns, features = {"text": texts}, {"text": Value("string")}
+    if kind == "chats":
+        parts = [[{"type": "image", "text": None}] * len(of_row) for of_row in images]
+        spoken = [[*own, {"type": "text", "text": text}] for own, text in zip(parts, texts, strict=True)]
+        columns = {
+            "messages": [
+                [{"role": "user", "content": c}, {"role": "assistant", "content": [{"type": "text", "text": "w"}]}]
+                for c in spoken
+            ]
+        }
+        part = {"type": Value("string"), "text": Value("string")}
+        features = {"messages": List({"role": Value("string"), "content": List(part)})}
+    given = Dataset.from_dict({**columns, "images": images}, features=Features(features | {"images": List(Image())}))
+    given.save_to_disk(tmp_path / "rows")
+    return str(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("kind", ["paths", "texts", "chats"])
+def test_a_plan_takes_number_and_sizes_of_images_from_the_rows(kind, tmp_path, capsys):
+    words = (
+        "plan",
+        "--dataset",
+        rows_of(tmp_path, kind),
+        "--tokenizer",
+        words_tokenizer(tmp_path),
+        "--mini-batch",
+        "8",
+        "--max-buckets",
+        "1",
+    )
+    with patch.object(PIL.ImageFile.ImageFile, "load", side_effect=AssertionError("pixels were decoded")):
+        found = plan(capsys, tmp_path, *words)
+    assert found["lengths"]["count"] == 3
+    assert found["lengths"]["longest"] == 3000 + (2 if kind == "chats" else 0) + 1
+    assert found["images"] == "1 a row: 1,707 patches and 429 tokens each, means of the data set"
+    (note,) = found["notes"]
+    assert "The lengths have them" in note
+    given = plan(capsys, tmp_path, *words, "--images", "2", "--image-size", "512")
+    assert given["lengths"]["longest"] == found["lengths"]["longest"] + 2 * 258
+
+
+def test_lengths_have_the_tokens_of_each_rows_images(tmp_path, capsys):
+    rows = rows_of(tmp_path, "texts")
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-VL-8B"]))
+    given = {"dataset": rows, "split": "train", "rows": None, "tokenizer": words_tokenizer(tmp_path)}
+    args = Namespace(**given, model=str(tmp_path), images=None, image_size=1024, mini_batch=64)
+    counts, (load,) = data_counts(args)
+    assert sorted(counts.lengths.tolist()) == [5 + 1 + 130, 20 + 1 + 1026 + 130, 3001]
+    assert (load.images, load.row_tokens(), load.of_rank(8)) == (1.0, 0, 8.0)
+    assert load.tower.patches * 3 == pytest.approx(4096 + 512 + 512, abs=1.5)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"text": "w", "image": "gone.png"}, "No such file"),
+        ({"text": "w", "images": [7]}, "a int is not an image"),
+        ({"input_ids": [5, 6], "images": ["gone.png"]}, "nothing says whether image tokens are among them"),
+    ],
+)
+def test_images_whose_sizes_are_unknown_are_asked_for_by_name(row, words, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-VL-8B"]))
+    command = ["plan", "--model", str(tmp_path), "--gpus", "8xh100", "--dataset", str(tmp_path / "rows.jsonl")]
+    assert main(command) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert words in said
+    assert "--images N and --image-size PIXELS" in said
 
 
 def test_an_estimate_has_the_bytes_of_towers(tmp_path, capsys):

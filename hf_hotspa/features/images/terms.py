@@ -43,8 +43,8 @@ class Tower:
         return self.patches * layers * activation_bytes(self.shape, 1, element_bytes=width)
 
 
-def tower_of(config: Mapping[str, Any], size: int) -> Tower:
-    """Reads the tower of a multimodal config; its images are squares of `size` x `size` pixels. Raises
+def tower_of(config: Mapping[str, Any], height: int, width: int | None = None) -> Tower:
+    """Reads the tower of a multimodal config, for images of `height` x `width` pixels, by default squares. Raises
     `HotspaConfigError`: the config has no tower, lacks a field of it, or does not say how many tokens an image has."""
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
@@ -53,13 +53,13 @@ def tower_of(config: Mapping[str, Any], size: int) -> Tower:
             fix="give a model whose config.json has a vision_config",
         )
     try:
-        return _tower(config, vision, size)
+        return _tower(config, vision, (height, height if width is None else width))
     except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         what = f"--images: the vision_config is not one of a tower: {type(error).__name__} {error}"
         raise HotspaConfigError(what, fix="give the config.json that transformers saves with the model") from None
 
 
-def _tower(config: Mapping[str, Any], vision: Mapping[str, Any], size: int) -> Tower:
+def _tower(config: Mapping[str, Any], vision: Mapping[str, Any], size: tuple[int, int]) -> Tower:
     text = config.get("text_config") or config
     width, hidden = vision.get("embed_dim") or vision["hidden_size"], text["hidden_size"]
     layers = vision.get("depth") or vision["num_hidden_layers"]
@@ -72,18 +72,18 @@ def _tower(config: Mapping[str, Any], vision: Mapping[str, Any], size: int) -> T
     patch = vision["patch_size"]
     patch = patch[0] if isinstance(patch, list | tuple) else patch
     levels = len(vision.get("deepstack_visual_indexes") or ())
-    side, tokens, merge = _grid(config, vision, patch, size)
+    patches, tokens, merge = _grid(config, vision, patch, size)
     merged = width * merge * merge
     projector = _projector(config, merged, width, hidden) * (1 + levels)
     entry = 3 * patch * patch * _PATCH_FRAMES.get(str(config.get("model_type")), 1) * width
     window = vision.get("window_size")
-    attended = side * side
+    attended = patches
     if window:
         full = len(vision.get("fullatt_block_indexes") or ()) / layers
         attended = round(full * attended + (1 - full) * min(attended, (window // patch) ** 2))
-    learned = vision.get("num_position_embeddings") or (side * side if _is_fixed(config) else 0)  # positions
+    learned = vision.get("num_position_embeddings") or (patches if _is_fixed(config) else 0)  # positions
     parameters = layers * of_layer + entry + learned * width + projector
-    return Tower(shape, parameters, side * side, attended, tokens, (1 + levels) * hidden)
+    return Tower(shape, parameters, patches, attended, tokens, (1 + levels) * hidden)
 
 
 def _is_fixed(config: Mapping[str, Any]) -> bool:
@@ -91,25 +91,27 @@ def _is_fixed(config: Mapping[str, Any]) -> bool:
     return "mm_tokens_per_image" in config or config.get("model_type") == "llava"
 
 
-def _grid(config: Mapping[str, Any], vision: Mapping[str, Any], patch: int, size: int) -> tuple[int, int, int]:
-    """Returns the patches of an edge, the tokens that an image adds to its row, and how many patches along an edge make one
+def _grid(
+    config: Mapping[str, Any], vision: Mapping[str, Any], patch: int, size: tuple[int, int]
+) -> tuple[int, int, int]:
+    """Returns the patches of an image of that height and width, the tokens that an image adds to its row, and how many patches along an edge make one
     token."""
     edge = vision.get("image_size")
     if fixed := config.get("mm_tokens_per_image"):
         side = int(edge or 896) // patch
-        return side, fixed + _MARKS, 1
+        return side * side, fixed + _MARKS, 1
     merge = vision.get("spatial_merge_size") or config.get("spatial_merge_size")
     if config.get("model_type") == "mistral3":
-        merge, size = merge or 2, min(size, int(edge or size))
-        of_edge = max(1, -(-size // (patch * merge)))
-        return of_edge * merge, of_edge * (of_edge + 1), merge  # a token ends each row of the image
+        merge, shrunk = merge or 2, max(1.0, max(size) / int(edge or max(size)))
+        rows, columns = (max(1, -(-int(pixels / shrunk) // (patch * merge))) for pixels in size)
+        return rows * columns * merge**2, rows * (columns + 1), merge  # a token ends each row of the image
     if str(config.get("model_type")).startswith(("qwen", "glm4v")):
         merge = merge or 2
-        of_edge = max(1, round(size / (patch * merge)))
-        return of_edge * merge, of_edge * of_edge + _MARKS, merge
+        rows, columns = (max(1, round(pixels / (patch * merge))) for pixels in size)
+        return rows * columns * merge**2, rows * columns + _MARKS, merge
     if config.get("model_type") == "llava":
         side = int(edge or 336) // patch
-        return side, side * side, 1
+        return side * side, side * side, 1
     raise HotspaConfigError(
         f"--images: how many tokens an image has in {config.get('model_type')} follows from its processor, not from its config",
         why="the processor cuts images into tiles",
@@ -132,26 +134,28 @@ def _projector(config: Mapping[str, Any], merged: int, width: int, hidden: int) 
 class ImageLoad(Options):
     """Images of the rows of a plan or an estimate."""
 
-    images: int  # of a row
-    size: int  # pixels of an edge
-    tower: Tower
+    images: float  # of a row, in the mean
+    size: int  # pixels of an edge; 0 if the lengths have the tokens of a data set's images
+    tower: Tower  # in the mean
     rows: int = 0  # of a mini-batch; 0: as many as there are ranks
 
     def row_tokens(self) -> int:
-        return self.images * self.tower.tokens
+        return int(self.images) * self.tower.tokens if self.size else 0
 
-    def of_rank(self, world_size: int) -> int:
+    def of_rank(self, world_size: int) -> float:
         """Images that a rank encodes in a step, with the rows it reads."""
         return self.images * -(-max(self.rows, world_size) // world_size)
 
     def shown(self, strategy: object = None) -> Mapping[str, str]:
-        text = f"{self.images} of {self.size} x {self.size} pixels a row: {self.tower.patches:,} patches and {self.tower.tokens:,} tokens each"
+        number = f"{self.images} of {self.size} x {self.size} pixels a row" if self.size else f"{self.images:.3g} a row"
+        each = "each" if self.size else "each, means of the data set"
+        text = f"{number}: {self.tower.patches:,} patches and {self.tower.tokens:,} tokens {each}"
         return {"images": text}
 
     def plan_notes(self, setup: object) -> list[str]:
         (text,), seconds = self.shown().values(), self.seconds_beside(setup)
         return [
-            f"Rows have images, {text}. --lengths count without them. Encoding them takes about {seconds:,.2f} s of each "
+            f"Rows have images, {text}. {'--lengths count without them' if self.size else 'The lengths have them'}. Encoding them takes about {seconds:,.2f} s of each "
             "mini-batch, whatever trains it; the seconds of a step above have them."
         ]
 
