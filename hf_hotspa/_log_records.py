@@ -1,6 +1,7 @@
 """Log records of this package hold no character that a terminal acts on: paths and names in them may come from anywhere."""
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,9 +30,13 @@ def install() -> None:
 
     logging.setLogRecordFactory(record_of)
     for name, text in _AT_EVERY_START.items():
-        logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
+        logging.getLogger(name).addFilter(_without(text))
     if logging.lastResort is not None:
-        logging.lastResort.addFilter(lambda record: _OF_OTHER_DEVICES not in record.getMessage())
+        logging.lastResort.addFilter(_without(_OF_OTHER_DEVICES))
+
+
+def _without(text: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: text not in record.getMessage()
 
 
 def _clean(record: logging.LogRecord) -> None:
