@@ -112,7 +112,7 @@ class Replaced(_Base):
             run.skipped.trained(loss)
         switched, watchers = run.model, run.watchers
         if switched is not None and (report := switched.report) is not None:
-            if watchers.parts or not watchers.plan.is_idle:
+            if not watchers.idle:
                 report = watchers.trained(self.state.global_step, switched.passes, report)
             if next(self.model.parameters()).is_meta:  # all are, or none
                 run.source.trained()

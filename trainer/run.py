@@ -240,8 +240,8 @@ class Run:
         plan.begin(engine.description)
         made = (state.run(engine, args, plan) for state in hooks("state") if state.run is not None)
         watchers.parts = tuple(part for part in made if part is not None)
-        idle = plan.is_idle and not watchers.parts  # nothing chooses, predicts or watches
-        choose, evaluated_by = None if idle else watchers.choose, watchers.evaluated(args)
+        watchers.idle = plan.is_idle and not watchers.parts
+        choose, evaluated_by = None if watchers.idle else watchers.choose, watchers.evaluated(args)
         switched.runs_by(choose, self.optimizer.settings, evaluated_by)
         rows.take_longest(switched.longest)
         switched.in_training(False)

@@ -99,6 +99,7 @@ class Watchers:
 
     plan: RunPlan = field(default_factory=RunPlan)  # chooses strategies, and predicts seconds
     parts: tuple[RunPart, ...] = ()  # the features' parts of the run
+    idle: bool = True  # nothing chooses, predicts or watches
 
     def choose(self, step: int, lengths: Sequence[int]) -> Any:
         """The buckets of a mini-batch, and the device speeds that divide its packs. Also called in a thread."""

@@ -49,8 +49,9 @@ class PictureReplica(Attachment):
         self._packed: MicroBatch | None = None
         coord = replica.mesh.coord
         self._counts = replica.is_first and not coord.tp and not coord.cp  # once for each replica
-        self._patches = 0  # of the forwards since `bind`
-        self._kept = dict[tuple[object, ...], int]()  # of packs whose graphs a scoring pass has kept
+        # by row: one that is cut begins twice. Of the forwards since `bind`, and of packs whose graphs a scoring pass has kept
+        self._patches = dict[int, int]()
+        self._kept = dict[tuple[object, ...], dict[int, int]]()
         if replica.is_first:
             replica.model.get_input_embeddings().register_forward_hook(self._replace)
         for index, layer in enumerate(replica.layers[: wire.tables - 1]):
@@ -96,23 +97,25 @@ class PictureReplica(Attachment):
             self._attend_in_blocks(pack, micro_batch)
 
     def _count(self, whole: MicroBatch) -> None:
-        begun = [self._picture(document) for document, positions, _ in pieces(whole) if not positions.start]
-        patches = sum(picture.patches for picture in begun if picture is not None)
+        begun = [document for document, positions, _ in pieces(whole) if not positions.start]
+        patches = {document: picture.patches for document in begun if (picture := self._picture(document)) is not None}
         if self._replica.head.keeps_graphs:
             self._kept[whole.keys, whole.lengths] = patches
         else:
-            self._patches += patches
+            self._patches |= patches
 
     def bind(self) -> None:
         kept = self._replica.head.kept
-        self._patches, self._kept = 0, {pack: patches for pack, patches in self._kept.items() if pack in kept}
+        self._patches, self._kept = {}, {pack: patches for pack, patches in self._kept.items() if pack in kept}
 
     def measures(self) -> dict[str, float]:
         """With the packs that began behind kept layers."""
         kept = self._replica.head.kept
-        resumed = sum(patches for pack, patches in self._kept.items() if pack not in kept)
+        for pack, patches in self._kept.items():
+            if pack not in kept:
+                self._patches |= patches
         self._kept.clear()
-        return {"image_patches": float(self._patches + resumed)}
+        return {"image_patches": float(sum(self._patches.values()))}
 
     def let_attend(self, pack: PackedSequences, whole: MicroBatch, place: int) -> None:
         """See `ContextParallel.let_attend`."""
