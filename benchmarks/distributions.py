@@ -160,11 +160,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
             "cpu": cpu,
         }
 
-    found = []
-    for name in options.distributions:
-        found.append(contest(name))
-        if rank == 0:
-            print_row(found[-1])
+    found = [contest(name) for name in options.distributions]
     engine.close()
     return {"calibration_s": calibration_s, "rows": found}
 
@@ -193,6 +189,8 @@ def ratios(row: dict[str, Any], key: str) -> dict[str, Any]:
 def compare_distributions(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the contests and prints them."""
     found: dict[str, Any] = run_world(options.ranks, measure, options)
+    for row in found["rows"]:
+        print_row(row)
     print(f"\ncalibration: {found['calibration_s']:.1f} s")
     return found
 
