@@ -829,7 +829,8 @@ class Copy:
             shutil.copytree(ROOT / name, folder / "hf_hotspa" / name, ignore=skip)
         for name in ("tests", "benchmarks"):  # tests use what benchmarks share
             shutil.copytree(ROOT / name, folder / name, ignore=skip)
-        shutil.copy(ROOT / "pyproject.toml", folder)
+        for name in ("pyproject.toml", "setup.cfg"):
+            shutil.copy(ROOT / name, folder)
         self._passed: dict[str, bool] = {}
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -842,8 +843,9 @@ class Copy:
         )
 
     def run_test(self, test: str) -> subprocess.CompletedProcess[str]:
-        """One test, or file of tests, up to the first failure."""
-        return self.run("-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", test)
+        """One test, or the fast ones of a file, up to the first failure."""
+        marks = "not gpu" if "::" in test else "not slow"
+        return self.run("-m", "pytest", "-x", "-q", "-m", marks, "-p", "no:cacheprovider", test)
 
     def passes(self, test: str) -> bool:
         """Whether a test passes without a bug; asked once."""
