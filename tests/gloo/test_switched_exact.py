@@ -206,7 +206,7 @@ def mix(rank, world_size, buckets, programs):
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_loss_under_any_mix(world_size):
     """Every program in the first mix of two ranks; few in the others. What passes a program needs hangs on no mix."""
     every = range(len(PROGRAMS))
