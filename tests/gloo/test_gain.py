@@ -1,6 +1,5 @@
 """What switching gains, measured on the rows of a run: on all sides the same rows, and nothing of the trainer changes."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -140,8 +139,8 @@ def refused(rank, world_size, folder):
     return said, measure_gain(make_trainer(folder, "tp2:60"))
 
 
-def test_what_cannot_be_measured(tmp_path):
-    os.environ.pop("HF_HOTSPA_CACHE", None)
+def test_what_cannot_be_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOTSPA_CACHE", str(tmp_path / "cache"))
     for (none, untrained), one in run_ranks(2, refused, str(tmp_path)):
         assert "0 mini-batches" in none
         assert "nothing was trained" in untrained
