@@ -1,7 +1,7 @@
 """What must hold over NCCL, as parts that run anywhere: on GPUs over NCCL, over gloo through the host, on CPU processes.
 
-`make test-gpu` runs every part on what the machine has (`tests/gpu/test_parts_on_gpu.py`); `make test` (three of
-them `make test-slow`) runs a short form of the same functions on CPU processes over gloo (`tests/gloo/test_gpu_parts.py`), so that what reaches a GPU is known to
+`make test-gpu` runs every part on what the machine has (`tests/gpu/test_parts_on_gpu.py`); `make test` (some
+of them `make test-slow`) runs a short form of the same functions on CPU processes over gloo (`tests/gloo/test_gpu_parts.py`), so that what reaches a GPU is known to
 be right code. A part raises where something is wrong, and returns figures for the log.
 """
 

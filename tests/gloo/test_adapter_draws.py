@@ -96,6 +96,7 @@ def check(seed: int, count: int) -> None:
     assert sum(isinstance(result, float) for *_, result in found) > count / 2, found
 
 
+@pytest.mark.slow
 def test_a_few_drawn_configs():
     check(3, 3)
 

@@ -154,7 +154,7 @@ def same_adapter(folder: Path, model: dict[str, torch.Tensor], name: str) -> Non
     assert all(torch.equal(parameter, model[n]) for n, parameter in trained(loaded).items())
 
 
-@pytest.mark.parametrize("kinds", [["continued", "the second"], pytest.param(list(KINDS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kinds", [["the second"], pytest.param(list(KINDS), marks=pytest.mark.slow)])
 def test_it_is_peft_under_the_stock_trainer_and_what_is_saved_is_pefts(kinds, tmp_path):
     begin(tmp_path)
     [expected] = run_ranks(1, stock, kinds, str(tmp_path), timeout=200)
@@ -178,7 +178,7 @@ def test_it_is_peft_under_the_stock_trainer_and_what_is_saved_is_pefts(kinds, tm
         own = AutoModelForCausalLM.from_pretrained(merged).state_dict()
         assert all(torch.equal(own[n], tensor) for n, tensor in right.items())
     # taken over from the stock Trainer's checkpoint, which has both adapters
-    resumed = kinds[1:2]
+    resumed = ["the second"]
     for found in run_ranks(2, ours, resumed, str(tmp_path), str(tmp_path / "stock"), OTHER, timeout=200):
         check(found, {kind: dict(expected[kind]) for kind in resumed})
 
@@ -194,14 +194,10 @@ class Freezes(TrainerCallback):
                 parameter.data.mul_(0.5)
 
 
-def frozen_and_resumed(rank: int, world: int, folder: str) -> list[Any]:
-    """Of a run, the same resumed, and resumed in another layout."""
+def frozen_and_resumed(rank: int, world: int, folder: str, then: str) -> list[Any]:
+    """Of a run, and of the same resumed in a layout."""
     found = []
-    for name, resume, mix in (
-        ("a", None, MIX),
-        ("b", f"{folder}/a/checkpoint-3", MIX),
-        ("c", f"{folder}/a/checkpoint-3", OTHER),
-    ):
+    for name, resume, mix in (("a", None, MIX), ("b", f"{folder}/a/checkpoint-3", then)):
         model = made("the second", folder)
         options = {"given": model, "callbacks": [Freezes()], "hotspa_strategies": mix, "max_steps": 4, "save_steps": 1}
         with exact_in_double(DOUBLE):
@@ -210,13 +206,14 @@ def frozen_and_resumed(rank: int, world: int, folder: str) -> list[Any]:
     return found
 
 
-def test_a_run_whose_callback_freezes_a_part_and_changes_another_is_saved_and_resumed(tmp_path):
+@pytest.mark.parametrize("then", [MIX, pytest.param(OTHER, marks=pytest.mark.slow)])
+def test_a_run_whose_callback_freezes_a_part_and_changes_another_is_saved_and_resumed(then, tmp_path):
     begin(tmp_path)
-    for (losses, weights), (again, same), (_, close) in run_ranks(2, frozen_and_resumed, str(tmp_path), timeout=200):
-        assert again == {4: losses[4]}
-        assert torch.equal(same, weights)
+    for (losses, weights), (again, close) in run_ranks(2, frozen_and_resumed, str(tmp_path), then, timeout=200):
+        assert list(again) == [4]
+        assert then == OTHER or (again[4] == losses[4] and torch.equal(close, weights))
         assert relative_error(close, weights) <= 1e-11
-    assert contents(newest(tmp_path / "b")) == contents(newest(tmp_path / "a"))
+    assert then == OTHER or contents(newest(tmp_path / "b")) == contents(newest(tmp_path / "a"))
     begun = load_file(tmp_path / "adapters" / "second" / "adapter_model.safetensors")
     ended = load_file(newest(tmp_path / "a") / "second" / "adapter_model.safetensors")
     first = load_file(tmp_path / "a" / "checkpoint-2" / "second" / "adapter_model.safetensors")

@@ -139,8 +139,11 @@ class Scales(TrainerCallback):  # type: ignore[misc]
                     module.scaling["default"] *= 0.7
 
 
-CHANGES = (("on_step_begin", "dict"), ("on_epoch_end", "scale_layer"))
-MORE = (("on_train_begin", "set_scale"), ("on_log", "dict"), ("on_evaluate", "set_scale"), ("on_epoch_begin", "dict"))
+CHANGES = (("on_step_begin", "dict"),)
+MORE = (
+    ("on_train_begin", "set_scale"), ("on_log", "dict"), ("on_evaluate", "set_scale"), ("on_epoch_begin", "dict"),
+    ("on_epoch_end", "scale_layer"),
+)  # fmt: skip
 RUN = {"max_steps": 4, "logging_steps": 1, "lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 2}
 
 

@@ -80,6 +80,7 @@ def test_stragglers(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: st
     assert max(exact) - min(exact) <= 1e-3 * min(exact)
 
 
+@pytest.mark.slow
 def test_resize_loss(tmp_path: Path) -> None:
     found = run_quick("resize_loss", tmp_path / "out" / "resize.json", "--svg", str(tmp_path / "curves.svg"))
     assert (tmp_path / "curves.svg").read_text().count("<polyline") == len(found["sides"])
@@ -148,6 +149,7 @@ def test_token_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "pp4 simulated" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_interleaved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("interleaved", tmp_path / "interleaved.json", "--packs", "2", "3", "--vocabulary", "32")
     two, three = found["runs"]
@@ -194,7 +196,7 @@ def test_fully_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert max(losses) - min(losses) <= 1e-4 * min(losses)
 
 
-@pytest.mark.parametrize("nics", [(), ("--nics-per-node", "1")])
+@pytest.mark.parametrize("nics", [(), pytest.param(("--nics-per-node", "1"), marks=pytest.mark.slow)])
 def test_slow_link(tmp_path: Path, nics: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("slow_link", tmp_path / "slow_link.json", *nics)
     (row,) = found["rows"]

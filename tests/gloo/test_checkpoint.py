@@ -257,7 +257,7 @@ def unsavable_runs(rank, world, folder):
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_no_disk_could_take_is_named_before_the_first_step(tmp_path, world):
     for rank, found in enumerate(run_ranks(world, unsavable_runs, str(tmp_path))):
         for name in UNSAVABLE:
@@ -430,7 +430,9 @@ class Scores(TrainerCallback):
             state.best_metric, state.best_global_step = score, state.global_step
 
 
-@pytest.mark.parametrize(("limit", "left"), [(None, 7), (3, 3), (2, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("limit", "left"), [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, 7), (3, 3))), (2, 2), (1, 1)]
+)
 def test_the_best_checkpoint_stays(tmp_path, limit, left):
     trainer = make_trainer(
         str(tmp_path),
@@ -470,9 +472,9 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>")
 
 
-def train_families(rank, world, folder):
+def train_families(rank, world, folder, families):
     found = {}
-    for family in FAMILIES:
+    for family in families:
         trainer = make_trainer(f"{folder}/{family}", world, family=family, max_steps=1)
         trainer.processing_class = tokenizer()
         train(trainer)
@@ -481,9 +483,17 @@ def train_families(rank, world, folder):
     return found
 
 
-def test_exported_models_load_bit_for_bit(tmp_path, capsys):
-    weights, _ = run_ranks(2, train_families, str(tmp_path))
-    for family in FAMILIES:
+EXPORTED = ("qwen3_qk_norm_tied", "phi3_fused")
+
+
+@pytest.mark.parametrize(
+    "families",
+    [EXPORTED, pytest.param([family for family in FAMILIES if family not in EXPORTED], marks=pytest.mark.slow)],
+    ids=["quick", "others"],
+)
+def test_exported_models_load_bit_for_bit(tmp_path, capsys, families):
+    weights, _ = run_ranks(2, train_families, str(tmp_path), families)
+    for family in families:
         out, saved = tmp_path / f"{family}-exported", tmp_path / f"{family}-saved"
         assert command("export", tmp_path / family / "checkpoint-1", out, "--max-shard-size", "30kB") == 0
         index = json.loads((out / "model.safetensors.index.json").read_text())

@@ -1,5 +1,7 @@
 """Context parallelism (`cp`): loss and gradients equal the plain model's, wherever packs are cut, in every way."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -31,13 +33,14 @@ def errors_of_even_and_tiny_packs(rank, world_size):
     model, found = tiny_model("llama_gqa_bias", torch.float64), {}
     ids = torch.arange(80).reshape(8, 10).tolist()
     even = [{"input_ids": row, "labels": row} for row in ids]
+    tiny = [{"input_ids": [5], "labels": [5]}, *even]
+    expected, expected_of_tiny = shared_reference(model, even), shared_reference(model, tiny)
     for way in WAYS:
         engine = make_engine(model, "cp2:10@40", context_parallel=way)
-        found[way] = worst_error(engine, make_mini_batch(engine, even), *shared_reference(model, even))[0]
+        found[way] = worst_error(engine, make_mini_batch(engine, even), *expected)[0]
         engine.close()
-        tiny = [{"input_ids": [5], "labels": [5]}, *even]
         engine = make_engine(model, "cp2:2,cp2+rc:10@40", context_parallel=way, features=(Noise(1e-12),))
-        found[f"tiny {way}"] = worst_error(engine, make_mini_batch(engine, tiny), *shared_reference(model, tiny))[0]
+        found[f"tiny {way}"] = worst_error(engine, make_mini_batch(engine, tiny), *expected_of_tiny)[0]
         engine.close()
     return found
 
@@ -47,31 +50,36 @@ def test_packs_of_whole_sequences_and_of_one_token():
         assert max(found.values()) <= 1e-11, found
 
 
-def moved(rank, world_size, buckets, options):
-    model = tiny_model("qwen3_qk_norm_tied", torch.float64)
+def moved(rank, world_size, bucket_lists, options):
+    model, found = tiny_model("qwen3_qk_norm_tied", torch.float64), []
     rows = random_rows(24, model.config.vocab_size, longest=60)
-    engine = make_engine(model, buckets, **options)
-    error, report = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
-    engine.close()
-    return error, report.moved_bytes, [phase.context for phase in report.phases]
+    expected = shared_reference(model, rows)
+    for buckets in bucket_lists:
+        engine = make_engine(model, buckets, **options)
+        error, report = worst_error(engine, make_mini_batch(engine, rows), *expected)
+        engine.close()
+        found.append((error, report.moved_bytes, [phase.context for phase in report.phases]))
+    return found
 
 
 @pytest.mark.parametrize("second_source", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_switch_between_dp_and_cp_moves_no_byte(second_source):
-    ((_, alone, _), *_) = run_ranks(4, moved, "dp4:60", {"second_source": second_source})
-    for error, both, ways in run_ranks(4, moved, "dp4:10@24,cp4:40,dp2cp2+rc:60", {"second_source": second_source}):
+    buckets = "dp4:60", "dp4:10@24,cp4:40,dp2cp2+rc:60"
+    results = run_ranks(4, moved, buckets, {"second_source": second_source})
+    alone = results[0][0][1]
+    for _, (error, both, ways) in results:
         assert error <= 1e-11
         assert sorted(ways) == ["", "allgather", "ulysses"]
         assert both == alone > 0
 
 
-def sent(rank, world_size, way):
+def sent(rank, world_size, names):
     """Bytes that cp of one whole sequence sent: of all ranks, of each, and what `exchanged_elements` says of one."""
     model, found = tiny_model("llama_gqa_bias", torch.float64), {}
     rows = [{"input_ids": list(range(48)), "labels": list(range(48))}]
     shape = describe_model(model).shape
     width, column = shape.attention_size // shape.num_attention_heads, MEASURES.index("context_bytes")
-    for name in ("cp4", "cp4+rc", "cp2tp2", "cp2pp2"):
+    for way, name in product(WAYS, names):
         engine = make_engine(model, f"{name}:48@48", context_parallel=way)
         report = engine.forward_backward(make_mini_batch(engine, rows))
         engine.close()
@@ -80,13 +88,13 @@ def sent(rank, world_size, way):
         again = {"ulysses": 3 / 2, "allgather": 4 / 3, "ring": 4 / 3}[way] if strategy.rc else 1
         layers = shape.num_layers / strategy.pp
         of_ranks = [phases[0][column] for phases in report.ranks.phases]
-        found[name] = report.phases[0].context_bytes, of_ranks, elements * again * 48 * width * 8 * layers
+        found[way, name] = report.phases[0].context_bytes, of_ranks, elements * again * 48 * width * 8 * layers
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_bytes_between_ranks_of_cp_are_those_of_the_formula(way):
-    for found in run_ranks(4, sent, way):
+@pytest.mark.parametrize("names", [("cp4+rc", "cp2tp2"), pytest.param(("cp4", "cp2pp2"), marks=pytest.mark.slow)])
+def test_bytes_between_ranks_of_cp_are_those_of_the_formula(names):
+    for found in run_ranks(4, sent, names):
         assert {name: of_ranks for name, (_, of_ranks, _) in found.items()} == {
             name: [pytest.approx(each, rel=1e-12)] * 4 for name, (_, _, each) in found.items()
         }

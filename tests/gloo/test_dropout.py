@@ -190,7 +190,7 @@ def check(cases):
             assert same, f"{name}: a mini-batch that is done again drops the same"
 
 
-QUICK = ("lora", "lora, saving memory", "attention")
+QUICK = ("lora, saving memory", "attention")
 
 
 def test_every_strategy_drops_the_same_elements():

@@ -65,8 +65,16 @@ CASES = {
 }
 
 
-def test_gradients():
-    errors = run_ranks(2, step_errors, CASES)[0]
+QUICK = ("sp, ck", "z3, v2", "DoRA", "experts in plain weights")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param([name for name in CASES if name not in QUICK], marks=pytest.mark.slow)],
+    ids=["quick", "others"],
+)
+def test_gradients(names):
+    errors = run_ranks(2, step_errors, {name: CASES[name] for name in names})[0]
     print(errors)
     assert min(errors.values()) > 0
     # PEFT takes DoRA's norms from weights that are dequantized in fp32

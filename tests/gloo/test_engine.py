@@ -18,7 +18,8 @@ from tests.worlds import gradient_of, make_engine, make_mini_batch, shared_refer
 pytestmark = pytest.mark.gloo
 
 
-def schedules(rank, world_size, schedule, lengths):
+def schedules(rank, world_size, schedule, cases):
+    """For each case the worst error, and how often torch's 1F1B ran; one engine trains all."""
     from torch.distributed.pipelining import Schedule1F1B
 
     model = tiny_model("llama_gqa_bias", torch.float64)
@@ -27,33 +28,36 @@ def schedules(rank, world_size, schedule, lengths):
     original = Schedule1F1B.step
     Schedule1F1B.step = lambda self, *a, **k: (runs.append(1), original(self, *a, **k))[1]
     generator = torch.Generator().manual_seed(0)
-    errors = []
-    for _ in range(2):
+    found = []
+    for lengths in cases:
         rows = [
             {"input_ids": (ids := torch.randint(3, 160, (n,), generator=generator).tolist()), "labels": ids}
             for n in lengths
         ]
-        errors.append(worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0])
-    return max(errors), len(runs)
+        runs.clear()
+        error, _ = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
+        found.append((error, len(runs)))
+    return found
+
+
+UNEQUAL = [12, 12, 11, 9, 8, 7, 7]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "lengths", "torch_1f1b"),
-    [
-        ("own", [12, 12, 11, 9, 8, 7, 7], False),
-        ("own", [12], False),  # nothing at all on one replica
-        ("auto", [12] * 6, False),
-        ("auto", [12, 12, 11, 9, 8, 7, 7], False),
-        ("1f1b", [12, 12, 11, 9, 8, 7, 7], True),  # padded to one shape
-        ("1f1b", [12, 11], False),  # fewer packs than stages
-        ("gpipe", [12, 12, 11, 9, 8, 7, 7], False),
-        ("gpipe", [12, 11, 10], False),
+    ("schedule", "cases"),
+    [  # lengths, and whether torch's 1F1B runs them
+        ("own", [(UNEQUAL, False), ([12], False)]),  # the second leaves nothing at all to one replica
+        ("auto", [([12] * 6, False), (UNEQUAL, False)]),
+        ("1f1b", [(UNEQUAL, True), ([12, 11], False)]),  # padded to one shape; fewer packs than stages
+        ("gpipe", [(UNEQUAL, False), ([12, 11, 10], False)]),
     ],
+    ids=["own", "auto", "1f1b", "gpipe"],
 )
-def test_pipeline_schedules_are_exact(schedule, lengths, torch_1f1b):
-    results = run_ranks(4, schedules, schedule, lengths)
-    assert max(error for error, _ in results) <= 1e-11
-    assert all(bool(runs) == torch_1f1b for _, runs in results)
+def test_pipeline_schedules_are_exact(schedule, cases):
+    for found in run_ranks(4, schedules, schedule, [lengths for lengths, _ in cases]):
+        for (lengths, torch_1f1b), (error, runs) in zip(cases, found, strict=True):
+            assert error <= 1e-11, lengths
+            assert bool(runs) == torch_1f1b, lengths
 
 
 class _Held:

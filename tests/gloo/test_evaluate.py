@@ -208,14 +208,18 @@ def same_metrics(found, expected, tolerance=2e-6):
             assert math.isclose(found[key], value, rel_tol=tolerance), key
 
 
-def test_the_methods_equal_the_stock_trainers(tmp_path):
-    [of_one] = run_ranks(1, stock_world, str(tmp_path / "stock"))
-    of_two = run_ranks(2, stock_world, str(tmp_path / "stocks"))
-    [alone] = run_ranks(1, hot_world, str(tmp_path / "alone"), "dp1:60@128", EVAL_ROWS, {})
-    beside = dict.fromkeys(("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"), "on")
-    pair = run_ranks(2, hot_world, str(tmp_path / "pair"), "dp2:16@32,tp2:60@64", EVAL_ROWS, beside)
-    both = {"alone": (alone, of_one), "rank 0": (pair[0], of_two[0]), "rank 1": (pair[1], of_two[1])}
-    for name, (found, stock) in both.items():
+BESIDE = dict.fromkeys(("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"), "on")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategies", "options"),
+    [pytest.param(1, "dp1:60@128", {}, marks=pytest.mark.slow), (2, "dp2:16@32,tp2:60@64", BESIDE)],
+    ids=["1", "2"],
+)
+def test_the_methods_equal_the_stock_trainers(world_size, strategies, options, tmp_path):
+    stocks = run_ranks(world_size, stock_world, str(tmp_path / "stock"))
+    per_rank = run_ranks(world_size, hot_world, str(tmp_path / "hot"), strategies, EVAL_ROWS, options)
+    for name, (found, stock) in enumerate(zip(per_rank, stocks, strict=True)):
         for part in ("before", "after", "metrics"):
             same_metrics(found[part], stock[part])
         same_metrics(found["parts"], stock["parts"])
@@ -257,12 +261,17 @@ def loss_world(rank, world_size, folder, strategies):
     return expected, found
 
 
-def test_the_loss_is_the_stock_trainers_under_every_strategy(tmp_path):
-    worlds = [(1, "dp1:60@64"), (2, "dp2:16@32,tp2:60@64"), (2, "dp2:20@32,pp2:60@64")]
-    for world_size, strategies in worlds:
-        for expected, found in run_ranks(world_size, loss_world, str(tmp_path), strategies):
-            for choice, loss in found.items():
-                assert math.isclose(loss, expected, rel_tol=1e-6), (strategies, choice)
+@pytest.mark.parametrize(
+    ("world_size", "strategies"),
+    [
+        *(pytest.param(*world, marks=pytest.mark.slow) for world in ((1, "dp1:60@64"), (2, "dp2:16@32,tp2:60@64"))),
+        (2, "dp2:20@32,pp2:60@64"),
+    ],
+)
+def test_the_loss_is_the_stock_trainers_under_every_strategy(world_size, strategies, tmp_path):
+    for expected, found in run_ranks(world_size, loss_world, str(tmp_path), strategies):
+        for choice, loss in found.items():
+            assert math.isclose(loss, expected, rel_tol=1e-6), (strategies, choice)
 
 
 # ---- what a user can set
@@ -315,7 +324,7 @@ def options_world(rank, world_size, folder):
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_options(world_size, tmp_path):
     results = run_ranks(world_size, options_world, str(tmp_path))
     for found in results:

@@ -87,22 +87,20 @@ def test_every_strategy_of_four_ranks(family):
     check(run_ranks(4, rank_errors, family, torch.float32, buckets, [{}]), torch.float32)
 
 
-# 8 ranks on two cores are slow: in every run fp64, which finds more, of one awkward family; the other on four ranks
+# 8 ranks on two cores are slow: in every run some, in fp64, which finds more, of one awkward family; the other on four ranks
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "some"),
     [
-        pytest.param(
-            family,
-            dtype,
-            marks=() if dtype == torch.float64 and family == "qwen3_qk_norm_tied" else pytest.mark.slow,
-            id=f"{family}-{name}",
-        )
-        for family in FAMILIES
-        for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64))
+        pytest.param(AWKWARD, torch.float64, slice(1, None, 4), id="some"),  # dp4tp2, dp2tp2pp2, tp2pp4
+        *(
+            pytest.param(family, dtype, slice(None), marks=pytest.mark.slow, id=f"{family}-{name}")
+            for family in FAMILIES
+            for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64))
+        ),
     ],
 )
-def test_every_strategy_of_eight_ranks(family, dtype):
+def test_every_strategy_of_eight_ranks(family, dtype, some):
     buckets = legal_buckets(8, family)
     # 4 layers: no pp8; llama_uneven has 6 key/value heads: no tp8
     assert len(buckets) == (8 if family == "llama_uneven" else 9)
-    check(run_ranks(8, rank_errors, family, dtype, buckets, [{}], timeout=300), dtype)
+    check(run_ranks(8, rank_errors, family, dtype, buckets[some], [{}], timeout=300), dtype)

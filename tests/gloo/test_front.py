@@ -29,6 +29,8 @@ ACCELERATE = [
     "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "tests.front_program",
 ]  # fmt: skip
 DOOR = [sys.executable, "-m", "hf_hotspa.cli", "run", "--strategies", "dp2:16,tp2:512", "--no-report", "--"]
+ALONE = [*DOOR[:4], "--strategies", "dp1:512", "--no-report"]
+LAUNCHERS = {"torchrun": TORCHRUN, "accelerate": ACCELERATE}
 
 
 def start(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +53,7 @@ ALL = ["plain", "subclass", "by_class", "sft", "dpo"]
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results(start([*HERE, *ALL, "regression"], tmp_path_factory.mktemp("stock") / "out"))
+    return results(start([*HERE, *ALL], tmp_path_factory.mktemp("stock") / "out"))
 
 
 def check(own: dict[str, Any], stock: dict[str, Any], names: list[str]) -> None:
@@ -68,10 +70,13 @@ def check(own: dict[str, Any], stock: dict[str, Any], names: list[str]) -> None:
         assert "SwitchedMixin" in ours["order"]
 
 
-def test_an_unchanged_program_under_torchrun(stock: dict[str, Any], tmp_path: Path) -> None:
-    done = start([*DOOR, *TORCHRUN, *ALL], tmp_path / "out")
+@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_an_unchanged_program_under_a_launcher(launcher: str, stock: dict[str, Any], tmp_path: Path) -> None:
+    names = [name for name in ALL if launcher == "torchrun" or name not in ("by_class", "dpo")]
+    done = start([*DOOR, *LAUNCHERS[launcher], *names, "regression"], tmp_path / "out")
     own = results(done)
-    check(own, stock, ALL)
+    assert "SwitchedMixin" in own.pop("regression")["order"]  # made before its model is known, and left alone
+    check(own, stock, names)
     order = own["subclass"]["order"]
     assert order.index("Watching") < order.index("SwitchedMixin") < order.index("Trainer")
     assert {"log", "save_model", "_save"} <= set(own["subclass"]["seen"])
@@ -80,39 +85,44 @@ def test_an_unchanged_program_under_torchrun(stock: dict[str, Any], tmp_path: Pa
     assert "dp2:16" in done.stdout
 
 
-def test_other_launchers_and_settings_of_theirs(stock: dict[str, Any], tmp_path: Path) -> None:
-    """FSDP and torch.compile of accelerate's environment are taken over, and what cannot be trained is left alone."""
+@pytest.mark.slow
+def test_settings_of_the_environment(stock: dict[str, Any], tmp_path: Path) -> None:
+    """FSDP, torch.compile and fp16 of accelerate's environment are taken over."""
     asked = {
         "ACCELERATE_USE_FSDP": "true",
         "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
         "ACCELERATE_MIXED_PRECISION": "fp16",
     }
     settings = [f"{name}={value}" for name, value in asked.items()]
-    done = start([*DOOR, *ACCELERATE, "plain", "regression"], tmp_path / "out")
-    own = results(done)
-    check({"plain": own["plain"]}, stock, ["plain"])
-    assert "SwitchedMixin" in own["regression"]["order"]  # made before its model is known
     door = [*DOOR[:4], "--strategies", "dp1:16,dp1+rc:512", "--no-report", "--", "env"]
-    one = start([*door, *settings, *HERE, "plain"], tmp_path / "one")
-    check(results(one), stock, ["plain"])
-    assert "dp1+z3" in one.stdout
+    done = start([*door, *settings, *HERE, "plain"], tmp_path / "one")
+    check(results(done), stock, ["plain"])
+    assert "dp1+z3" in done.stdout
     for what in ("FSDP", "torch.compile", "fp16"):
-        assert one.stderr.count(f"the environment asks for {what}") == 1
+        assert done.stderr.count(f"the environment asks for {what}") == 1
 
 
-def test_deepspeed_and_a_model_whose_weights_are_read_by_shares(stock: dict[str, Any], tmp_path: Path) -> None:
+def of_deepspeed(tmp_path: Path, *programs: str) -> subprocess.CompletedProcess[str]:
     config = {
         "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
     }  # fmt: skip
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    door = [*DOOR[:4], "--strategies", "dp1:512", "--no-report"]
     asked = json.dumps({"deepspeed": str(tmp_path / "ds.json")})
-    one = start([*door, "--", *HERE, "plain", "from_folder"], tmp_path / "one", FRONT_ARGUMENTS=asked)
-    own = results(one)
-    check({"plain": own["plain"]}, stock, ["plain"])
+    return start([*ALONE, "--", *HERE, *programs], tmp_path / "one", FRONT_ARGUMENTS=asked)
+
+
+@pytest.mark.slow
+def test_a_config_of_deepspeed(stock: dict[str, Any], tmp_path: Path) -> None:
+    one = of_deepspeed(tmp_path, "plain", "from_folder")
+    check({"plain": results(one)["plain"]}, stock, ["plain"])
     assert "dp1+z3" in one.stdout
     assert "dp1+rc+z3" in one.stdout  # `gradient_checkpointing_enable` of the model
+
+
+@pytest.mark.slow
+def test_a_model_whose_weights_are_read_by_shares(tmp_path: Path) -> None:
+    own = results(of_deepspeed(tmp_path, "from_folder"))
     model = f"{tmp_path / 'one'}-model"
-    two = start([*door, "--model-path", model, "--", *HERE, "from_folder"], tmp_path / "two", FRONT_MODEL=model)
+    two = start([*ALONE, "--model-path", model, "--", *HERE, "from_folder"], tmp_path / "two", FRONT_MODEL=model)
     assert f"{model}: each process reads its share of the weights" in two.stderr
     assert results(two)["from_folder"]["logs"] == own["from_folder"]["logs"]

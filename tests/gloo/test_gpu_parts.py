@@ -8,13 +8,13 @@ from tests.gpu_parts import PARTS, Stage
 
 pytestmark = pytest.mark.gloo
 
-TWO = ("exact", "overlap", "auto", "loop")
+TWO = ("pipelines", "loop")
 """Parts for which two ranks show what four would."""
 
 
-OTHERS = ("faults", "checkpoints", "curve", "auto", "switches")
-"""Parts that are much as test_faults.py, test_checkpoint.py, test_trainer.py, test_auto.py and test_switch_gloo.py: the
-slow test below runs them."""
+OTHERS = ("exact", "faults", "checkpoints", "curve", "auto", "switches", "overlap")
+"""Parts that are much as test_exact.py, test_faults.py, test_checkpoint.py, test_trainer.py, test_auto.py,
+test_switch_gloo.py and test_overlap.py: the slow test below runs them."""
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in OTHERS])

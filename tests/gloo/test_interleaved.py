@@ -25,16 +25,17 @@ Case = tuple[str, int, dict[str, Any]]
 
 ON_TWO: dict[tuple[str, int], list[Case]] = {
     (TIED, 5): [
-        ("pp2+v2:60", 9, {}),
         ("pp2+v2:60", 1, {}),  # one pack, which fills no round
         ("pp2+v2+ck7:60", 9, {}),  # chunks of packs
-        ("pp2+v2:12@24,pp2:60@30", 9, {"second_source": True}),
         ("tp2:12@24,pp2+v2:60", 9, {"overlap_load": True, "overlap_return": True}),
     ],
     (GQA, 7): [
         ("pp2+v2:60@20", 9, {}),  # uneven stages, and sequences longer than packs
         ("pp2+v3+rc2:60", 9, {}),
     ],
+}
+MORE_ON_TWO: dict[tuple[str, int], list[Case]] = {
+    (TIED, 5): [("pp2+v2:60", 9, {}), ("pp2+v2:12@24,pp2:60@30", 9, {"second_source": True})],
 }
 ON_FOUR: dict[tuple[str, int], list[Case]] = {
     (TIED, 9): [
@@ -69,7 +70,9 @@ def errors(rank: int, world_size: int, cases: dict[tuple[str, int], list[Case]])
 
 
 @pytest.mark.parametrize(
-    ("world", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)], ids=["2", "4"]
+    ("world", "cases"),
+    [(2, ON_TWO), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((4, ON_FOUR), (2, MORE_ON_TWO)))],
+    ids=["2", "4", "2-more"],
 )
 def test_it_is_exact(world: int, cases: dict[tuple[str, int], list[Case]]) -> None:
     for found in run_ranks(world, errors, cases, timeout=280):
@@ -179,7 +182,7 @@ def idle_over_busy(ranks: list[Events]) -> float:
     return (len(ranks) * max(clocks) - busy) / busy
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ranks_are_idle_as_the_formula_says_in_the_order_that_the_engine_runs(rounds: int) -> None:
     """(p - 1) / (v m), with stages that take equally long."""
     counts = (2, 4, 8)

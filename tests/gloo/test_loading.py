@@ -28,6 +28,7 @@ from tests.worlds import make_engine, make_mini_batch
 pytestmark = pytest.mark.gloo
 
 MOST_OF_THE_BOUND = 1.2
+KINDS = ("model", "folder")
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +72,9 @@ def both_ways(rank, world_size, root, buckets, families):
 @pytest.mark.parametrize(
     ("world_size", "families"),
     [
-        (1, FAMILIES[:2]),
+        (1, FAMILIES[:1]),
         pytest.param(2, FAMILIES[2:4], marks=pytest.mark.slow),
-        (4, FAMILIES[1:3]),
+        (4, FAMILIES[1:2]),
         pytest.param(4, FAMILIES, marks=pytest.mark.slow),
         pytest.param(1, FAMILIES, marks=pytest.mark.slow),
         pytest.param(2, FAMILIES, marks=pytest.mark.slow),
@@ -130,6 +131,10 @@ def losses(trainer):
     ]
 
 
+def both_runs(rank, world_size, folder, output):
+    return {kind: whole_run(rank, world_size, folder, f"{output}/{kind}", kind == "folder") for kind in KINDS}
+
+
 def whole_run(rank, world_size, folder, output, as_folder):
     """Evaluates, trains, evaluates, saves, then trains on from the checkpoint in a second trainer."""
     model = folder if as_folder else AutoModelForCausalLM.from_pretrained(folder)
@@ -167,13 +172,9 @@ def assert_equal_models(found, expected):
     ("world_size", "family"), [(2, "qwen3_qk_norm_tied"), pytest.param(4, "llama_uneven", marks=pytest.mark.slow)]
 )
 def test_a_run_is_the_same_to_the_last_bit(world_size, family, folders, tmp_path):
-    runs = {}
-    for kind in ("model", "folder"):
-        args = (str(folders / family), str(tmp_path / kind), kind == "folder")
-        results = run_ranks(world_size, whole_run, *args)
-        assert all(result == results[0] for result in results)
-        runs[kind] = results[0]
-    assert runs["folder"] == runs["model"]
+    results = run_ranks(world_size, both_runs, str(folders / family), str(tmp_path))
+    assert all(result == results[0] for result in results)
+    assert results[0]["folder"] == results[0]["model"]
     for name in ("saved", "resumed"):
         assert_equal_models(tmp_path / "folder" / name, tmp_path / "model" / name)
         configs = [json.loads((tmp_path / kind / name / "config.json").read_text()) for kind in ("folder", "model")]
@@ -189,7 +190,8 @@ def test_a_run_is_the_same_to_the_last_bit(world_size, family, folders, tmp_path
 def odd_ends(rank, world_size, folder, output):
     """What happens around a model without weights."""
     vocab_size = AutoConfig.from_pretrained(folder).vocab_size
-    trainer = make_trainer(None, output, world_size, vocab_size, hotspa_model_path=folder, save_strategy="no")
+    options = {"save_strategy": "no", "max_steps": 1}
+    trainer = make_trainer(None, output, world_size, vocab_size, hotspa_model_path=folder, **options)
     trainer.save_model(f"{output}/before")
     with pytest.raises(HotspaError, match="the model is on the meta device"):
         trainer.engine.write_back(trainer.model)
@@ -211,7 +213,7 @@ def odd_ends(rank, world_size, folder, output):
     trainer.evaluate()
     trainer.close_engine()
 
-    lost = make_trainer(folder, output, world_size, vocab_size, save_strategy="no")
+    lost = make_trainer(folder, output, world_size, vocab_size, **options)
     lost.train()
     lost.close_engine()
     with pytest.raises(HotspaError, match="the trained weights are gone"):

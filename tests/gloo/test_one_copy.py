@@ -71,7 +71,7 @@ def test_one_process_takes_no_more_than_peft_alone(kind):
         assert forecast[0] == pytest.approx(forecast[1], rel=1e-3)
 
 
-def twenty_steps(rank, world_size, cases):
+def several_steps(rank, world_size, cases, steps):
     """By case: whether losses, adapters and what is written back are equal bit for bit with one copy and with two."""
     found = {}
     for kind, buckets, options in cases:
@@ -81,15 +81,15 @@ def twenty_steps(rank, world_size, cases):
             engine = engine_of(model, buckets, copies, **options)
             optimizer = torch.optim.AdamW(engine.parameter_groups(), lr=0.01)
             losses, moved = [], 0
-            for step in range(20):
-                if step == 10:  # other frozen weights, as a callback or a checkpoint brings them
+            for step in range(steps):
+                if step == steps // 2:  # other frozen weights, as a callback or a checkpoint brings them
                     with torch.no_grad():
                         for name, parameter in model.named_parameters():
                             if name.endswith("norm.weight"):
                                 parameter.mul_(1.5)
                     engine.master.fill({n: p.detach() for n, p in stored_tensors(model) if not p.requires_grad})
                 mini_batch = make_mini_batch(engine, random_rows(6, model.config.vocab_size, longest=60, seed=step))
-                if step == 5:
+                if step == steps // 4:
                     with engine.evaluation() as evaluation:
                         losses.append(evaluation.run(mini_batch).loss_sum)
                 report = engine.forward_backward(mini_batch)
@@ -102,15 +102,15 @@ def twenty_steps(rank, world_size, cases):
             engine.close()
         (a, b, c, moved, in_place), (d, e, f, before, _) = runs
         same = a == d and all(torch.equal(b[n], e[n]) for n in b) and all(torch.equal(c[n], f[n]) for n in c)
-        found[kind, buckets] = same and len(set(a)) > 15, in_place, moved, before
+        found[kind, buckets] = same and len(set(a)) > 0.75 * steps, in_place, moved, before
     return found
 
 
 MIXED = "dp2:16@32,cp2+rc:60"
 
 
-def check_steps(world_size, cases):
-    for found in run_ranks(world_size, twenty_steps, cases, timeout=280):
+def check_steps(world_size, cases, steps=20):
+    for found in run_ranks(world_size, several_steps, cases, steps, timeout=280):
         for (kind, buckets), (same, in_place, moved, before) in found.items():
             assert same, (kind, buckets)
             if "z3" in buckets:
@@ -123,12 +123,13 @@ def check_steps(world_size, cases):
                 assert (before > 0) == (world_size > 1)
 
 
-def test_twenty_steps_are_the_same_bit_for_bit():
-    check_steps(2, [("qlora", MIXED, {"overlap_load": True, "overlap_return": True})])
+@pytest.mark.parametrize("steps", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_steps_are_the_same_bit_for_bit(steps):
+    check_steps(2, [("qlora", MIXED, {"overlap_load": True, "overlap_return": True})], steps)
 
 
 @pytest.mark.slow
-def test_twenty_steps_of_other_runs_are_the_same_bit_for_bit():
+def test_steps_of_other_runs_are_the_same_bit_for_bit():
     check_steps(1, [(kind, "dp1:16@32,dp1+rc:60", {}) for kind in ("lora", "qlora")])
     check_steps(2, [("lora", MIXED, {})])
     others = ("dp4:16@32,dp2cp2:30,cp4+rc:60", "dp4+z2:60", "dp4:16@32,dp2tp2:60", "dp4:16@32,dp4+z3:60")

@@ -143,6 +143,7 @@ def rows_of(lengths, seed=0):
 
 
 SLOW = (
+    "five-strategies-tied",
     "five-strategies-untied",
     "uneven-shards",
     "torch-1f1b-tied",
@@ -152,6 +153,7 @@ SLOW = (
     "norms-without-weights",
 )
 SAME_BITS = {
+    "three-strategies": (2, "qwen3_qk_norm_tied", "dp2:10@20,tp2:30,pp2:60", [random_rows(12, 163, 60, s) for s in (1, 2)], {}),
     "five-strategies-tied": (4, "qwen3_qk_norm_tied", HOT, [random_rows(24, 163, 60, seed=s) for s in range(2)], {}),
     "five-strategies-untied": (4, "llama_gqa_bias", HOT, [random_rows(24, 163, 60, seed=s) for s in range(2)], {}),
     "uneven-shards": (4, "llama_uneven", "tp4:24@24,pp4:60", [random_rows(12, 77, 60)], {}),
@@ -276,7 +278,11 @@ def fails_in_compute(rank, world_size, buckets, options):
 
 @pytest.mark.parametrize(
     ("buckets", "options"),
-    [("dp2:12@12", {}), ("pp2:12@12", {"pipeline_schedule": "own"}), ("pp2:12@12", {"pipeline_schedule": "1f1b"})],
+    [
+        ("dp2:12@12", {}),
+        pytest.param("pp2:12@12", {"pipeline_schedule": "own"}, marks=pytest.mark.slow),
+        ("pp2:12@12", {"pipeline_schedule": "1f1b"}),
+    ],
 )
 def test_a_failing_computation_ends_all_ranks_with_its_name(buckets, options):
     outcomes = run_ranks(2, fails_in_compute, buckets, options, expect_failure=True, timeout=200)
@@ -299,9 +305,15 @@ def fails_in_a_switch(rank, world_size, accumulate, buckets):
     engine.forward_backward(make_mini_batch(engine, rows_of([12] * 8)))
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("buckets", ["dp2:12@12", "pp2:12@12"])
-def test_a_failing_switch_ends_all_ranks_with_its_name(accumulate, buckets):
+@pytest.mark.parametrize(
+    ("buckets", "accumulate"),
+    [
+        ("dp2:12@12", False),
+        ("pp2:12@12", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dp2:12@12", True), ("pp2:12@12", False))),
+    ],
+)
+def test_a_failing_switch_ends_all_ranks_with_its_name(buckets, accumulate):
     outcomes = run_ranks(2, fails_in_a_switch, accumulate, buckets, expect_failure=True, timeout=280)
     for outcome in outcomes:
         assert outcome.error_type == "TransferError", outcome.error
@@ -380,7 +392,7 @@ def late_for_a_switch(rank, world_size, overlap_load, given_up):
             given_up.touch()
 
 
-@pytest.mark.parametrize("overlap_load", [False, True])
+@pytest.mark.parametrize("overlap_load", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_switch_waits_for_a_peer_no_longer_than_its_timeout(overlap_load, tmp_path):
     outcomes = run_ranks(2, late_for_a_switch, overlap_load, tmp_path / "given up", expect_failure=True, timeout=200)
     for outcome in outcomes:

@@ -144,6 +144,9 @@ TWO = [
 ]
 FOUR = [
     ("pp4:40@44", PipeDream(), "momentum", 17),
+    ("dp2pp2:40@44", PipeDream(vertical_sync=True, max_norm=0.5), "adamw", 13),
+]
+MORE = [
     ("pp4:40@44", PipeDream(vertical_sync=True), "adamw", 17),
     ("dp2pp2:40@44", PipeDream(max_norm=0.5), "adamw", 13),
     ("tp2pp2+sp:40@44", PipeDream(), "momentum", 7),
@@ -303,9 +306,10 @@ def test_two_stages() -> None:
             assert fix in message, message
 
 
-def test_weights_are_those_of_pipedreams_rule_in_one_process() -> None:
-    for found in run_ranks(4, against_simulation, FOUR):
-        for case, errors in zip(FOUR, found, strict=True):
+@pytest.mark.parametrize("cases", [FOUR, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_weights_are_those_of_pipedreams_rule_in_one_process(cases: list[tuple[str, PipeDream, str, int]]) -> None:
+    for found in run_ranks(4, against_simulation, cases):
+        for case, errors in zip(cases, found, strict=True):
             assert max(errors) <= 1e-11, case
 
 
@@ -389,6 +393,7 @@ def test_a_run_goes_on_on_another_number_of_ranks() -> None:
         assert all(found == first for found in others)
 
 
+@pytest.mark.slow
 def test_pipedream_loss(tmp_path: Path) -> None:
     found = run_quick("pipedream_loss", tmp_path / "out" / "pipedream.json", "--svg", str(tmp_path / "curves.svg"))
     assert (tmp_path / "curves.svg").read_text().count("<polyline") == len(found["sides"]) == 4

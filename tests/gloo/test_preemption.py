@@ -91,9 +91,11 @@ def terminate(folder, case):
     verify(newest)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c in ("first", "saves by epoch") else c for c in CASES]
-)
+SLOW = ("first", "all, each by the scheduler and by the launcher", "in a save", "saves by epoch")
+"""The third one is among those that are resumed."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_all_ranks_save_and_stop_at_the_same_step(folder, case):
     terminate(folder, case)
 

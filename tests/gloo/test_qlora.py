@@ -64,13 +64,15 @@ def step_errors(rank, world_size, cases):
 
 LLAMA, QWEN, GEMMA = "llama_gqa_bias", "qwen3_qk_norm_tied", "gemma2_soft_caps"
 PLAIN = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False}
-CASES = {
-    "dp, tp": (LLAMA, "dp2:16@32,tp2:60", WIDE, {}),
-    "pp, cp": (QWEN, "pp2:16@32,cp2:60", WIDE, PLAIN),
+SOME = {
     "sp, ck": (GEMMA, "tp2+sp+rc:16@32,pp2+ck20:60", WIDE, {}),
-    "z3, v2": (LLAMA, "dp2+z3:16@32,pp2+v2:60", WIDE, PLAIN),
+    "z3, cp, v2": (LLAMA, "dp2+z3:10@32,cp2:20@32,pp2+v2:60", WIDE, PLAIN),
     # no shard of columns is of whole blocks, and those of rows are not all
     "whole weights": (LLAMA, "dp2:10@32,tp2:20@32,tp2+sp:60", {}, {}),
+}
+MORE = {
+    "dp, tp": (LLAMA, "dp2:16@32,tp2:60", WIDE, {}),
+    "pp, cp": (QWEN, "pp2:16@32,cp2:60", WIDE, PLAIN),
     "other blocks": ("llama_uneven", "tp2:20@40,cp2:60", {}, PLAIN),
 }
 BESIDE = {
@@ -83,8 +85,9 @@ BESIDE = {
 """What adapters have beside their factors, on 4-bit bases."""
 
 
-def test_gradients():
-    errors = run_ranks(2, step_errors, CASES)[0]
+@pytest.mark.parametrize("cases", [SOME, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_gradients(cases):
+    errors = run_ranks(2, step_errors, cases)[0]
     print(errors)
     assert 0 < max(errors.values()) <= 1e-5, errors
 

@@ -84,12 +84,21 @@ ACCUMULATED = {"hotspa_mini_batch_size": None, "per_device_train_batch_size": 1,
 CASES = {
     "one rank": (1, {}, [1, 2, 3, 4, 5, 6]),
     "two strategies": (2, {}, [2, 4]),
-    "three strategies": (4, {"family": "phi3_fused"}, [3]),
+    "three strategies": (
+        2,
+        {"family": "phi3_fused", "hotspa_strategies": "dp2:16@32,tp2:32,pp2:60", "max_steps": 6},
+        [3, 4],
+    ),
+    "four ranks": (4, {"family": "phi3_fused"}, [3]),
     "workers": (2, {"dataloader_num_workers": 2}, [2]),
     "momentum": (2, {"optim": "sgd", "optim_args": "momentum=0.9", "family": "llama_uneven"}, [5]),
     "rmsprop": (1, {"optim": "rmsprop", "lr_scheduler_type": "cosine", "dataloader_drop_last": True}, [2, 3, 4]),
     "epochs": (1, {"max_steps": -1, "num_train_epochs": 1.75, "save_strategy": "epoch"}, [4]),
-    "token chunks": (2, {"hotspa_strategies": "dp2+ck7:16@32,tp2+ck13:60"}, [3]),
+    "token chunks, in the background": (
+        2,
+        {"hotspa_strategies": "dp2+ck7:16@32,tp2+ck13:60", "hotspa_async_save": True, "max_steps": 5},
+        [3],
+    ),
     "in the background": (2, {"hotspa_async_save": True}, [2, 4]),
     "accumulation": (2, ACCUMULATED, [2, 4]),
     "uneven accumulation": (2, {"hotspa_mini_batch_size": 5, "gradient_accumulation_steps": 2}, [2, 3]),
@@ -103,6 +112,9 @@ CASES = {
 
 SLOW = {
     "one rank",
+    "two strategies",
+    "four ranks",
+    "in the background",
     "accumulation",
     "a token loss",
     "factors of ranks",
@@ -123,11 +135,12 @@ SLOW = {
 )
 def test_the_same_layout_goes_on_bit_for_bit(world, options, points, tmp_path):
     """In the middle of an epoch, and at its edge (4, or 3 with drop_last)."""
+    steps = STEPS if options.get("max_steps", -1) < 0 else options["max_steps"]
     first = (str(tmp_path / "a"), None, options)
     others = [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), options) for p in points]
     per_rank = run_ranks(world, several_runs, [first, *others])
     for losses, *resumed in per_rank:
-        assert list(losses) == list(range(1, STEPS + 1))
+        assert list(losses) == list(range(1, steps + 1))
         for point, found in zip(points, resumed, strict=True):
             assert found == {step: loss for step, loss in losses.items() if step > point}
     last = contents(newest(tmp_path / "a"))
@@ -288,26 +301,26 @@ def walk_back(rank, world, folder):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("hf_hotspa").addHandler(handler)
-    losses = one_run(rank, world, folder, True, {"save_strategy": "no"})
+    losses = one_run(rank, world, folder, True, {"save_strategy": "no", "max_steps": 4})
     try:
-        one_run(rank, world, folder, str(Path(folder, "checkpoint-7")), {})
+        one_run(rank, world, folder, str(Path(folder, "checkpoint-4")), {})
     except HotspaError as error:
         return losses, messages, error
     return losses, messages, None
 
 
 def test_the_newest_one_that_verifies_is_taken(tmp_path):
-    [reference, _] = run_ranks(2, one_run, str(tmp_path), None, {})
-    damage(tmp_path / "checkpoint-7", "master-rank-00001")
-    (tmp_path / "checkpoint-6" / "hotspa" / "state.json").unlink()
+    [reference, _] = run_ranks(2, one_run, str(tmp_path), None, {"max_steps": 4})
+    damage(tmp_path / "checkpoint-4", "master-rank-00001")
+    (tmp_path / "checkpoint-3" / "hotspa" / "state.json").unlink()
     (tmp_path / "checkpoint-900").mkdir()
     for rank, (losses, messages, error) in enumerate(run_ranks(2, walk_back, str(tmp_path))):
-        assert losses == {6: reference[6], 7: reference[7]}
+        assert losses == {3: reference[3], 4: reference[4]}
         skipped = [m for m in messages if "is skipped" in m]
         assert len(skipped) == (3 if rank == 0 else 0), messages
         # the one that the user names is not replaced by another one
         assert isinstance(error, DamagedCheckpointError)
-        assert "checkpoint-7" in str(error)
+        assert "checkpoint-4" in str(error)
         assert "master-rank-00001-of-00002.safetensors" in str(error)
         assert "Fix: take another checkpoint" in str(error)
 
@@ -415,21 +428,22 @@ def rows_of_a_step(rank, world, folder, resume, options):
     return {step: sorted(rows) for step, rows in seen.items()}, losses
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_another_number_of_ranks_and_batches_trains_the_same_rows(world, tmp_path):
+def test_another_number_of_ranks_and_batches_trains_the_same_rows(tmp_path):
     """Mini-batches of 5 rows, in batches that hold different numbers of them; over the edge of an epoch."""
-    options = {"hotspa_mini_batch_size": 5, "max_steps": 7}
+    options = {"hotspa_mini_batch_size": 5, "max_steps": 5, "save_steps": 2}
     [(whole, _), _] = run_ranks(2, rows_of_a_step, str(tmp_path / "a"), None, options)
-    assert [len(rows) for rows in whole.values()] == [5, 5, 4, 5, 5, 4, 5]
-    options |= {"gradient_accumulation_steps": 3}
-    resumed = run_ranks(world, rows_of_a_step, str(tmp_path / "b"), str(tmp_path / "a" / "checkpoint-2"), options)
-    for found, _ in resumed:
-        assert found == {step: rows for step, rows in whole.items() if step > 2}
+    assert [len(rows) for rows in whole.values()] == [5, 5, 4, 5, 5]
+    options |= {"gradient_accumulation_steps": 3, "save_strategy": "no"}
+    for world in (1, 4):
+        resumed = run_ranks(world, rows_of_a_step, str(tmp_path / "b"), str(tmp_path / "a" / "checkpoint-2"), options)
+        for found, _ in resumed:
+            assert found == {step: rows for step, rows in whole.items() if step > 2}
 
 
 def unchanged(**options):
     """The arguments of a script that does not know `hotspa_mini_batch_size`."""
-    return {"hotspa_mini_batch_size": None, "max_steps": 6, "rows": random_rows(16, 163, longest=60, seed=3), **options}
+    rows = random_rows(16, 163, longest=60, seed=3)
+    return {"hotspa_mini_batch_size": None, "max_steps": 6, "save_steps": 3, "rows": rows, **options}
 
 
 @pytest.mark.parametrize(
@@ -470,11 +484,11 @@ def test_another_data_order_can_be_allowed(saved, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"learning_rate": 1e-3},
+        pytest.param({"learning_rate": 1e-3}, marks=pytest.mark.slow),
         {"weight_decay": 0.0},
         {"max_grad_norm": 0.1},
         {"save_steps": 3},
-        {"max_steps": 6},
+        pytest.param({"max_steps": 6}, marks=pytest.mark.slow),
         {"hotspa_strategies": "dp1:60@128"},
     ],
     ids=str,

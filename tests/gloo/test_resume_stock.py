@@ -69,7 +69,13 @@ def goes_on(rank, world, folder, output, dtype):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-11)], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        pytest.param(torch.float32, 2e-6, marks=pytest.mark.slow, id="fp32"),
+        pytest.param(torch.float64, 1e-11, id="fp64"),
+    ],
+)
 def test_three_steps_of_stock_and_three_of_ours_are_six_of_stock(dtype, tolerance, tmp_path):
     [(losses, weights)] = run_ranks(1, stock_run, str(tmp_path / "stock"), dtype)
     for world in (1, 2):
@@ -203,7 +209,10 @@ def writes_for_stock(rank, world, folder, dtype):
         train(make_trainer(folder, world, family=FAMILY, max_steps=STEPS, **options))
 
 
-@pytest.mark.parametrize(("world", "dtype", "tolerance"), [(1, torch.float64, 1e-11), (2, torch.float32, 2e-6)])
+@pytest.mark.parametrize(
+    ("world", "dtype", "tolerance"),
+    [pytest.param(1, torch.float64, 1e-11, marks=pytest.mark.slow), (2, torch.float32, 2e-6)],
+)
 def test_three_steps_of_ours_and_three_of_stock_are_six_of_stock(world, dtype, tolerance, tmp_path):
     """With its optimizer, scheduler and random states: nothing begins anew; the end is that of one stock run."""
     [(losses, weights)] = run_ranks(1, stock_run, str(tmp_path / "stock"), dtype)
@@ -222,7 +231,7 @@ def test_three_steps_of_ours_and_three_of_stock_are_six_of_stock(world, dtype, t
 
 def stock_goes_on(rank, world, checkpoint, folder, dtype):
     with exact_in_double(dtype):
-        trainer = stock_trainer(folder, dtype, seed=5)
+        trainer = stock_trainer(folder, dtype, seed=5, save_strategy="no")
         trainer.train(resume_from_checkpoint=checkpoint)
     logs, weights = losses_and_weights(trainer)
     return {step: loss for step, loss in logs.items() if step > 3}, weights
@@ -238,7 +247,7 @@ def test_without_the_flag_and_with_the_model_alone_nothing_is_left_for_stock(tmp
     assert (tmp_path / "saved" / "training_args.bin").exists()
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_model_in_bf16_is_saved_in_bf16(background, tmp_path):
     """In several files, written by two ranks; the model alone is exported, too."""
     options = {"family": FAMILY, "max_steps": 1, "hotspa_async_save": background, "model": {"dtype": torch.bfloat16}}

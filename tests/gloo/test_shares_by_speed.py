@@ -69,9 +69,11 @@ def divisions(rank: int, world_size: int, cases: list[Any]) -> list[list[Any]]:
     return found
 
 
-MORE = [("gemma2_soft_caps", "tp2+z3:16@20,tp2+z2:40@44", (100, 130), (), {"overlap_load": True})]
-TWO = [
+MORE = [
+    ("gemma2_soft_caps", "tp2+z3:16@20,tp2+z2:40@44", (100, 130), (), {"overlap_load": True}),
     ("llama_gqa_bias", "tp2:16@20,dp2:40", (100, 400), (), {}),
+]
+TWO = [
     ("phi3_fused", "tp2+sp:16@20,tp2+rc:40", (250, 100), (), {"second_source": True}),
     ("llama_gqa_bias+lora", "tp2:16@20,dp2:40", (300, 100), (), {}),
 ]

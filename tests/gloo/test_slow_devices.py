@@ -19,7 +19,6 @@ from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_e
 pytestmark = pytest.mark.gloo
 
 SLOW_FROM, SLOW_UNTIL, STEPS = 3, 7, 11
-STRATEGIES = "dp4:16@32,tp2pp2:60"
 
 
 class Keeper(TrainerCallback):
@@ -36,10 +35,10 @@ def is_slow(step, rank):
     return 4.0 if rank == 1 and SLOW_FROM <= step < SLOW_UNTIL else 1.0
 
 
-def watched_run(rank, world_size, folder, mode):
+def watched_run(rank, world_size, folder, strategies, mode):
     keeper = Keeper()
     trainer = make_trainer(
-        folder, world_size, max_steps=STEPS, save_strategy="no", hotspa_strategies=STRATEGIES, hotspa_report=True,
+        folder, world_size, max_steps=STEPS, save_strategy="no", hotspa_strategies=strategies, hotspa_report=True,
         hotspa_mini_batch_size=12, hotspa_stragglers=mode, callbacks=[keeper],
     )  # fmt: skip
     collectives, gather = 0, dist.all_gather
@@ -60,21 +59,26 @@ def watched_run(rank, world_size, folder, mode):
     return [(r.slow, r.paces, r.own_s, r.loss) for r in keeper.found], logged, collectives
 
 
-def test_watch_finds_onset_and_recovery_and_makes_no_collective(tmp_path):
-    results = run_ranks(4, watched_run, str(tmp_path / "watch"), "watch")
+@pytest.mark.parametrize(
+    ("ranks", "strategies"),
+    [(2, "dp2:16@32,tp2:60"), pytest.param(4, "dp4:16@32,tp2pp2:60", marks=pytest.mark.slow)],
+    ids=["2", "4"],
+)
+def test_watch_finds_onset_and_recovery_and_makes_no_collective(tmp_path, ranks, strategies):
+    results = run_ranks(ranks, watched_run, str(tmp_path / "watch"), strategies, "watch")
     reports, logged, collectives = results[0]
     for other in results[1:]:
         assert [row[:3] for row in other[0]] == [row[:3] for row in reports]
     slow = [row[0] for row in reports]
     onset, recovery = SLOW_FROM + 1, SLOW_UNTIL + 1
     assert slow == [()] * onset + [(1,)] * (recovery - onset) + [()] * (STEPS - recovery)
-    assert all(len(own) == 4 and sum(own) > 0 for _, _, own, _ in reports)
+    assert all(len(own) == ranks and sum(own) > 0 for _, _, own, _ in reports)
     assert logged == [float(len(found)) for found in slow[1:]]  # the first step is said to be warming up
     record = read_run_log(str(tmp_path / "watch"))
     assert [r.report.slow for r in record.steps] == slow
     page = (tmp_path / "watch" / "hotspa_report" / "report.html").read_text()
     assert "Called slow at some time: rank 1." in page
-    off, said, without = run_ranks(4, watched_run, str(tmp_path / "off"), "off")[0]
+    off, said, without = run_ranks(ranks, watched_run, str(tmp_path / "off"), strategies, "off")[0]
     assert [row[3] for row in off] == [row[3] for row in reports]  # the losses, bit for bit
     assert without == collectives
     assert said == []
@@ -92,7 +96,9 @@ def own_seconds(rank, world_size, strategy, schedule):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "schedule"), [("tp2:60", "auto"), ("tp2+sp:60", "auto"), ("pp2:60@60", "auto"), ("pp2:60@60", "1f1b")]
+    ("strategy", "schedule"),
+    [("tp2:60", "auto"), ("pp2:60@60", "auto")]
+    + [pytest.param(*more, marks=pytest.mark.slow) for more in (("tp2+sp:60", "auto"), ("pp2:60@60", "1f1b"))],
 )
 def test_own_seconds_leave_out_waiting_for_the_slow_rank(strategy, schedule):
     """Both ranks are in the phase for as long; only the one that sleeps has so many seconds of its own."""

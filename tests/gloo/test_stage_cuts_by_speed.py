@@ -71,7 +71,7 @@ class counted:  # reads as a statement
 @pytest.mark.parametrize(
     ("family", "buckets", "options"),
     [
-        ("qwen3_qk_norm_tied", "pp2:16@20,dp2:40", {}),
+        pytest.param("qwen3_qk_norm_tied", "pp2:16@20,dp2:40", {}, marks=pytest.mark.slow),
         ("llama_gqa_bias", "dp2:16@20,pp2+rc:40@44", {"second_source": True, "pipeline_schedule": "1f1b"}),
         ("llama_gqa_bias", "pp2+z2:16@20,pp2+z3:40@44", {"overlap_load": True}),
     ],
@@ -138,10 +138,10 @@ def layers_here(engine: Any) -> list[int]:
     return list(num_layers(engine).values())
 
 
-def test_balance_cuts_while_a_stage_is_slow_and_goes_on_bit_for_bit(tmp_path: Any) -> None:
-    """From checkpoints between the onset and the cut, in the uneven cut, and after the recovery."""
+@pytest.mark.parametrize("points", [(4, 6), pytest.param((3, 8), marks=pytest.mark.slow)])
+def test_balance_cuts_while_a_stage_is_slow_and_goes_on_bit_for_bit(points: tuple[int, ...], tmp_path: Any) -> None:
+    """From checkpoints between the onset and the cut (3, 4), in the uneven cut (6), and after the recovery (8)."""
     common = {"max_steps": STEPS, "hotspa_strategies": "pp2:60", "hotspa_stragglers": "balance"}
-    points = (3, 4, 6, 8)
     runs: list[Any] = [(str(tmp_path / "a"), None, common)]
     runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in points]
     runs += [(str(tmp_path / "even"), None, {**common, "hotspa_stragglers": "watch", "save_strategy": "no"})]

@@ -238,7 +238,7 @@ LOSSES = {
         ("cp2:14@64,tp2+sp:64@96", "cp2tp2:14@64,tp4+sp:64@96"), with_margin, EVALUATES | {"max_steps": 4}
     ),
     "two backwards": Case(("dp2:14@64,tp2+rc:64@96", "tp2pp2:14@64,dp2tp2+rc:64@96"), two_backwards),
-    "a step of one's own": Case(("dp2:14@64,pp2:64@96", "dp4:14@64,pp4:64@96"), own_step),
+    "a step of one's own": Case(("dp2:14@64,pp2:64@96", "dp4:14@64,pp4:64@96"), own_step, wide=True),
     "passes of a step that need other strategies": Case(
         ("dp2:14@64,cp2:64@96", "dp4:14@64,dp2cp2:64@96"),
         own_step,
@@ -253,6 +253,7 @@ DATA = {
         ("dp2:14@64,pp2+ck9:64@96", "dp4:14@64,tp2pp2+ck9:64@96"),
         arguments=EVALUATES,
         given=lambda: {"compute_metrics": hits},
+        wide=True,
     ),
     "a metric of what is left of logits": Case(
         ("dp2:14@64,cp2:64@96", "dp4:14@64,cp4:64@96"),
@@ -306,7 +307,7 @@ HEADS = {
     "classes of rows": Case(
         ("dp2:16@64,tp2+sp:64@128", "cp2tp2:16@64,tp4+sp:64@128"), arguments=LABELLED,
         given=partial(labelled, "single_label_classification"),
-        model=partial(token_heads.headed, DENSE, "single_label_classification", 3),
+        model=partial(token_heads.headed, DENSE, "single_label_classification", 3), wide=True,
     ),
     "several classes of a row": Case(
         ("dp2+z3:16@64,pp2:64@128", "dp4+z3:16@64,tp2pp2:64@128"), arguments=LABELLED,

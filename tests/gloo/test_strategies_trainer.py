@@ -8,7 +8,7 @@ from tests.checkpoints import memory_folder
 from tests.gloo import test_non_finite as non_finite
 from tests.gloo.test_preemption import terminated_run
 from tests.harness import run_ranks
-from tests.training_runs import STEPS, contents, make_trainer, newest, one_run, train
+from tests.training_runs import STEPS, contents, make_trainer, newest, several_runs, train
 
 pytestmark = pytest.mark.gloo
 
@@ -34,8 +34,8 @@ def test_a_signal_saves_and_a_resumed_run_ends_with_the_same_bits(folder, kind):
     for found in run_ranks(2, terminated_run, str(folder / "a"), (1,), "on_phase_begin", dict(options)):
         assert found == (3, 3, True, [])
     verify(checkpoints(folder / "a")[0])
-    run_ranks(2, one_run, str(folder / "a"), True, {"hotspa_strategies": HOT[kind], "save_steps": STEPS})
-    run_ranks(2, one_run, str(folder / "b"), None, {"hotspa_strategies": HOT[kind], "save_steps": STEPS})
+    options = {"hotspa_strategies": HOT[kind], "save_steps": STEPS}
+    run_ranks(2, several_runs, [(str(folder / "a"), True, options), (str(folder / "b"), None, options)])
     resumed, whole = (contents(newest(folder / name)) for name in ("a", "b"))
     for state in (resumed, whole):
         del state["trainer_state"]

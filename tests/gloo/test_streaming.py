@@ -75,7 +75,7 @@ def with_empty_rows(rank, world_size, folder, stream):
     return [(log["loss"], log.get("hotspa/empty", 0.0)) for log in logs]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_empty_rows_are_skipped_and_counted_on_all_ranks(tmp_path, stream):
     [alone] = run_ranks(1, with_empty_rows, str(tmp_path / "1"), stream)
     one, other = run_ranks(2, with_empty_rows, str(tmp_path / "2"), stream)
@@ -202,7 +202,14 @@ def in_parts(rank, world_size, folder, cut, saved):
     return found | {step: run(f"{folder}/{step}", resume=f"{ours}/checkpoint-{step}") for step in saved}
 
 
-@pytest.mark.parametrize(("cut", "saved"), [(5, (1, 2, 4, 6, 9)), (11, (2, 4, 7))])
+@pytest.mark.parametrize(
+    ("cut", "saved"),
+    [
+        (5, (2, 9)),
+        pytest.param(5, (1, 4, 6), marks=pytest.mark.slow),
+        pytest.param(11, (2, 4, 7), marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_whose_part_of_a_stream_ends_begins_it_again_as_in_the_stock_trainer(cut, saved, tmp_path):
     for found in run_ranks(2, in_parts, str(tmp_path), cut, saved):
         (stock, stock_weights), (ours, weights) = found.pop("stock"), found.pop("ours")
@@ -306,8 +313,8 @@ def resumed_runs(rank, world_size, folder, kinds):
 @pytest.mark.parametrize(
     "kinds",
     [
-        ["unsized", "passes ended early"],
-        pytest.param(["sized", "no set_epoch", "save_strategy=epoch"], marks=pytest.mark.slow),
+        ["passes ended early"],
+        pytest.param(["unsized", "sized", "no set_epoch", "save_strategy=epoch"], marks=pytest.mark.slow),
     ],
     ids=", ".join,
 )

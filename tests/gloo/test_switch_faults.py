@@ -170,7 +170,7 @@ def test_a_killed_peer(world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "where"),
-    [(2, "unpacking"), pytest.param(4, "unpacking", marks=pytest.mark.slow), (3, "computation")],
+    [*(pytest.param(ranks, "unpacking", marks=pytest.mark.slow) for ranks in (2, 4)), (3, "computation")],
 )
 def test_an_exception_on_one_rank(world_size: int, where: str) -> None:
     outcomes = run_ranks(world_size, broken_switch, where, expect_failure=True, timeout=280)
@@ -183,7 +183,8 @@ def test_an_exception_on_one_rank(world_size: int, where: str) -> None:
             check_operation(text, outcome.rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_that_sleeps_longer_than_the_timeout(world_size: int) -> None:
     outcomes = run_ranks(world_size, broken_switch, "asleep", expect_failure=True, timeout=280)
     texts = {o.rank: check_survivor(o, world_size) for o in outcomes}

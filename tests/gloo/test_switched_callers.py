@@ -212,7 +212,10 @@ def accuracies(rank, world_size, buckets):
     return wrong, counts, any(wanted.logits for wanted in scored)
 
 
-@pytest.mark.parametrize(("world_size", "buckets"), [(2, "dp2:14@64,tp2:64@96"), (4, "cp2tp2:14@64,pp2tp2:64@96")])
+@pytest.mark.parametrize(
+    ("world_size", "buckets"),
+    [(2, "dp2:14@64,tp2:64@96"), pytest.param(4, "cp2tp2:14@64,pp2tp2:64@96", marks=pytest.mark.slow)],
+)
 def test_an_arg_max_of_logits_needs_no_table_of_them(world_size, buckets):
     for wrong, counts, tables in run_ranks(world_size, accuracies, buckets):
         assert max(wrong) < 1e-11

@@ -1,6 +1,7 @@
 """The switched model: gradients are those of the plain model under DDP, whatever the loss is made of and however ranks differ."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -189,16 +190,17 @@ def _run(model, program, rank):
 
 def mixes(rank, world_size, programs_of):
     """For each mix what its programs, by their numbers, came to."""
-    return [mix(rank, world_size, buckets, [PROGRAMS[i][0] for i in numbers]) for buckets, numbers in programs_of]
+    plain = tiny_model("llama_gqa_bias", torch.float64)
+    expected_of = cache(lambda program: _expected(plain, program, world_size))
+    return [mix(rank, buckets, [PROGRAMS[i][0] for i in numbers], expected_of) for buckets, numbers in programs_of]
 
 
-def mix(rank, world_size, buckets, programs):
-    plain, model = tiny_model("llama_gqa_bias", torch.float64), None
+def mix(rank, buckets, programs, expected_of):
     model = switched(tiny_model("llama_gqa_bias", torch.float64), buckets)
     found = []
     for program in programs:
         before = dict(model._passes.counts)
-        error = worst(_run(model, program, rank), _expected(plain, program, world_size))
+        error = worst(_run(model, program, rank), expected_of(program))
         norm = torch.stack([g.norm() for g in model.engine.full_gradients().values()]).norm()
         passes = {kind: count - before[kind] for kind, count in model._passes.counts.items()}
         found.append((program.__name__, error, abs(model.engine.grad_norm - float(norm)) / float(norm), passes))
@@ -206,11 +208,14 @@ def mix(rank, world_size, buckets, programs):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_any_loss_under_any_mix(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "few"),
+    [(2, FEW[1::2]), *(pytest.param(ranks, FEW, marks=pytest.mark.slow) for ranks in (2, 4))],
+)
+def test_any_loss_under_any_mix(world_size, few):
     """Every program in the first mix of two ranks; few in the others. What passes a program needs hangs on no mix."""
     every = range(len(PROGRAMS))
-    todo = [(b, every if (world_size, i) == (2, 0) else FEW) for i, b in enumerate(MIXES[world_size])]
+    todo = [(b, every if (world_size, i) == (2, 0) else few) for i, b in enumerate(MIXES[world_size])]
     for (buckets, numbers), results in zip(todo, run_ranks(world_size, mixes, todo)[0], strict=True):
         for (name, error, norm, passes), (_, expected) in zip(results, (PROGRAMS[i] for i in numbers), strict=True):
             assert max(error, norm) <= 1e-11, (buckets, name)
@@ -280,11 +285,14 @@ def test_accumulation_is_one_pass_where_batches_are_announced():
         assert margins[2] == {"scoring": 1, "training": 1}
 
 
-def dropout(rank, world_size):
-    """By strategy and way the loss and the gradients, with attention dropout; and gradients without it."""
+def dropout(rank, world_size, each_way):
+    """By strategy and way the loss and the gradients, with attention dropout; and gradients without it.
+
+    `each_way`: in one pass under each strategy, too, and not under the first one alone.
+    """
     found = []
     for buckets in ("dp2:64@96", "tp2:64@96", "dp2+rc:24@64,cp2:64@96", "pp2+ck9:64@96"):
-        for in_two_passes in (False, True):
+        for in_two_passes in (False, True) if each_way or not found else (True,):
             model = switched(tiny_model("llama_gqa_bias", torch.float64, attention_dropout=0.3), buckets, seed=7)
             batch = _rows(model.module, rank)
             count = (batch["labels"][:, 1:] != -100).sum()
@@ -306,8 +314,9 @@ def dropout(rank, world_size):
     )
 
 
-def test_the_training_pass_drops_what_the_scoring_pass_dropped():
-    for errors, without in run_ranks(2, dropout):
+@pytest.mark.parametrize("each_way", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_training_pass_drops_what_the_scoring_pass_dropped(each_way):
+    for errors, without in run_ranks(2, dropout, each_way):
         assert max(max(pair) for pair in errors) <= 1e-11
         assert without > 1e-2
 
@@ -501,7 +510,7 @@ def unusual_heads(rank, world_size, family):
     return found, refused
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt2"])
+@pytest.mark.parametrize("family", [pytest.param("opt", marks=pytest.mark.slow), "gpt2"])
 def test_families_without_a_plan(family):
     for found, refused in run_ranks(2, unusual_heads, family):
         assert max(found) <= 1e-11

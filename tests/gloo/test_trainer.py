@@ -115,11 +115,12 @@ def with_own_casts(rank, world_size, run, *args):
     return run(rank, world_size, *args)
 
 
-def test_a_users_run_in_fp64_follows_the_stock_trainer(tmp_path):
+@pytest.mark.parametrize("steps", [5, pytest.param(STEPS, marks=pytest.mark.slow)])
+def test_a_users_run_in_fp64_follows_the_stock_trainer(steps, tmp_path):
     case = ("llama_gqa_bias", torch.float64)
-    [(losses, _, weights)] = run_ranks(1, with_own_casts, stock_run, *case, str(tmp_path / "stock"), STEPS)
+    [(losses, _, weights)] = run_ranks(1, with_own_casts, stock_run, *case, str(tmp_path / "stock"), steps)
     for found, _, found_weights, _ in run_ranks(
-        4, with_own_casts, hotspa_run, *case, str(tmp_path / "hot"), THREE, STEPS
+        4, with_own_casts, hotspa_run, *case, str(tmp_path / "hot"), THREE, steps
     ):
         assert all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found, losses, strict=True))
         assert (

@@ -1,4 +1,4 @@
-"""Every setting of the numeric and data kind, one by one: the same run as the stock Trainer's, on one and two ranks.
+"""Every setting of the numeric and data kind, alone (slow) or with others: the same run as the stock Trainer's.
 
 A case is a set of training arguments. All cases of a kind run one after the other in one world: a stock Trainer on one
 process, `HotSPaTrainer` on one and on two ranks; then losses, learning rates and weights are compared.
@@ -92,6 +92,24 @@ CASES = {
         },
         "determinism": {"full_determinism": True},
     },
+    "mixed data and logging": {
+        "an epoch and a half of workers": {
+            "max_steps": -1, "num_train_epochs": 1.5, "data_seed": 11, "logging_nan_inf_filter": False,
+            "dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True,
+        },
+        "sequential epochs": {
+            "max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "per_device_eval_batch_size": ROWS,
+            "logging_strategy": "epoch", "train_sampling_strategy": "sequential",
+        },
+        "first step and evaluation with a delay": {
+            "logging_first_step": True, "logging_steps": 3,
+            "eval_strategy": "steps", "eval_steps": 1, "eval_delay": 3, "per_device_eval_batch_size": ROWS,
+        },
+        "drop last, no log": {
+            "dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 1, "logging_strategy": "no",
+            "full_determinism": True,
+        },
+    },
 }  # fmt: skip
 
 
@@ -148,7 +166,8 @@ def hot_runs(rank, world_size, kind, folder):
         pytest.param("schedulers", 1, marks=pytest.mark.slow),
         pytest.param("other schedulers", 1, marks=pytest.mark.slow),
         pytest.param("other schedulers", 2, marks=pytest.mark.slow),
-        ("data and logging", 1),
+        pytest.param("data and logging", 1, marks=pytest.mark.slow),
+        ("mixed data and logging", 1),
     ],
 )
 def test_a_setting_does_what_it_does_in_the_stock_trainer(kind, world_size, tmp_path):
@@ -177,7 +196,7 @@ def bf16_run(rank, world_size, folder):
         rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3)
         args = HotSPaTrainingArguments(
             output_dir=folder, hotspa_strategies="dp2:16@32,tp2:60@64", hotspa_mini_batch_size=MINI_BATCH, bf16=bf16,
-            **COMMON, eval_strategy="steps", eval_steps=1,
+            **{**COMMON, "max_steps": 3}, eval_strategy="steps", eval_steps=3,
         )  # fmt: skip
         trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
         trainer.train()

@@ -148,7 +148,7 @@ def contract_world(rank, world_size, folder):
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_contract(world_size, tmp_path):
     [events] = run_ranks(1, stock_events, str(tmp_path / "stock"))
     for found in run_ranks(world_size, contract_world, str(tmp_path)):

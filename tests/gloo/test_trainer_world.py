@@ -47,7 +47,7 @@ def train_and_save(rank, world_size, family, folder):
 
 
 # the others are variations: of the biases, and of the norms
-QUICK = ("llama_uneven", "qwen3_qk_norm_tied", "gemma2_soft_caps", "phi3_fused")
+QUICK = ("llama_uneven", "phi3_fused")
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES])
@@ -192,7 +192,7 @@ def make_tokenizer(tmp_path):
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_example_trains_on_the_standard_library(tmp_path, launched):
     """By `accelerate launch`, or in ranks that have imported torch already; with the settings of `make train`."""
-    arguments = f"--use_cpu --max_steps 2 --hotspa_mini_batch_size 8 --measure_gain 3 --output_dir {tmp_path / 'out'}"
+    arguments = f"--use_cpu --max_steps 2 --hotspa_mini_batch_size 8 --measure_gain 2 --output_dir {tmp_path / 'out'}"
     environment = {"HF_HOME": str(tmp_path / "cache")}
     if launched:
         done = launch(arguments, processes=4, **environment)
@@ -206,7 +206,7 @@ def test_the_example_trains_on_the_standard_library(tmp_path, launched):
     assert "equal to what was trained: True" in text
     assert "longest" in text  # the histogram of lengths
     run, last = read_run_log(tmp_path / "out"), text.splitlines()[-10:]
-    assert len(run.gain.switching) == 3
+    assert len(run.gain.switching) == 2
     assert run.gain.sentence in last
     # one verdict, measured; the terminal, the record and the page have the same words and numbers
     page = unescape((tmp_path / "out" / "hotspa_report" / "report.html").read_text())

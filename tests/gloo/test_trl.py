@@ -40,11 +40,11 @@ MOE = ("dp2ep2:20@64,tp2:128@128", "dp4ep2:20@64,dp2tp2ep2:128@128")
 CASES = {
     "sft": Case("SFT", SIX, "completions", {**FREE, **EVALUATES, "gradient_accumulation_steps": 2}),
     "dpo": Case(
-        "DPO", SIX, "pairs", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.3, 1.0], **EVALUATES},
+        "DPO", TWO, "pairs", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.3, 1.0], **EVALUATES},
         reference=True,
     ),
     "kto": Case("KTO", SIX, "judged", {"precompute_ref_log_probs": True, **EVALUATES}, wide=True),
-    "reward": Case("Reward", SIX, "margins", {"center_rewards_coefficient": 0.05, "gradient_accumulation_steps": 2, **EVALUATES}),
+    "reward": Case("Reward", OTHER, "margins", {"center_rewards_coefficient": 0.05, "gradient_accumulation_steps": 2, **EVALUATES}),
     "reward with adapters": Case("Reward", SIX, "pairs", {"center_rewards_coefficient": 0.05}, lora=True, wide=True),
     "reward of experts": Case("Reward", MOE, "pairs", EVALUATES, family=MIXTURE, wide=True),
     "orpo": Case("ORPO", TWO, "pairs", {"max_length": 128, "beta": 0.2, "gradient_accumulation_steps": 2, **EVALUATES}, wide=True),
@@ -113,6 +113,7 @@ CASES = {
         for kind, data in [("sft", "completions"), ("dpo", "pairs"), ("kto", "judged")]
     },
 }  # fmt: skip
+CASES |= {f"{name} of six kinds": replace(CASES[name], pools=SIX, wide=True) for name in ("dpo", "reward")}
 
 
 def test_every_trainer_is_run_by_six_kinds_of_strategies():

@@ -1,5 +1,6 @@
 """TRL's trainers with a teacher over a switched model against TRL's own under DDP on as many ranks, in fp64."""
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -30,7 +31,7 @@ def taught(family: str = "qwen3_qk_norm_tied", dtype: torch.dtype = torch.float6
 
 
 CASES = {
-    "reverse": Case("Distillation", MIX, "prompts", {**SHORT, **EVALUATES}, given=taught()),
+    "reverse": Case("Distillation", TWO, "prompts", {**SHORT, **EVALUATES}, given=taught()),
     "jsd, accumulated": Case(
         "Distillation", MIX, "prompts",
         {**SHORT, **EVALUATES, "beta": 0.3, "temperature": 0.8, "gradient_accumulation_steps": 2}, given=taught("gemma2_soft_caps"), wide=True,
@@ -58,6 +59,7 @@ CASES = {
     ),
     "fp32": Case("Distillation", TWO, "prompts", SHORT, dtype=torch.float32, given=taught(dtype=torch.float32), wide=True),
 }  # fmt: skip
+CASES["reverse of six kinds"] = replace(CASES["reverse"], pools=MIX, wide=True)
 
 
 class Server:

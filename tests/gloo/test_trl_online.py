@@ -59,7 +59,7 @@ CASES = {
     "grpo of an adapter": Case(
         "GRPO", TWO, "prompts", {**RL, "beta": 0.04, "num_iterations": 2, **EVALUATES}, lora="default", wide=True
     ),
-    "rloo of an adapter": Case("RLOO", OTHER, "prompts", {**RL, "beta": 0.05, "max_steps": 3}, lora="default"),
+    "rloo of an adapter": Case("RLOO", OTHER, "prompts", {**RL, "beta": 0.05, "max_steps": 2}, lora="default"),
     "grpo of experts": Case("GRPO", MOE, "prompts", {**RL, "num_iterations": 2, **EVALUATES}, family=MIXTURE, wide=True),
     "grpo, masks": Case(
         "GRPO", OTHER, "prompts",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_hotspa.costs.formulas import ALL_REDUCES_PER_LAYER
+from hf_hotspa.strategy import parse_buckets
 from tests.families import tiny_model
 from tests.wire_faults import FAULTS, complaint, complaints_without, traces_with
 from tests.wire_rules import Proof, check
@@ -19,24 +20,20 @@ FOUND_FAST = ("a send and a receive of neighbours are two calls", "a ring receiv
               "one rank reduces equal bytes of another dtype")  # fmt: skip
 
 
-def proven(cases, timeout):
-    wrong = {
-        str(case): str(found)
-        for case, traces, _ in traces_of(cases, timeout)
-        if not isinstance(found := check(traces), Proof)
-    }
+def proven(recorded):
+    wrong = {str(case): str(found) for case, traces, _ in recorded if not isinstance(found := check(traces), Proof)}
     assert not wrong, "\n".join(f"{name}: {fault}" for name, fault in wrong.items())
 
 
 def test_nothing_waits_in_a_circle():
     assert {case.world_size for case in QUICK} == {2, 4}
-    proven(QUICK, 120.0)
+    proven(traces_of(QUICK, 120.0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_everything_that_is_said(size):
-    proven([case for case in CASES if case.world_size == size], 900.0)
+    proven(traces_of([case for case in CASES if case.world_size == size], 900.0))
 
 
 @pytest.mark.parametrize(
@@ -63,24 +60,6 @@ def _step(name, buckets, **options):
     return Case(name, 4, buckets, options, run="step")
 
 
-COUNTED = (
-    _step("switches", "dp4:12@24,tp4:24@32,dp2tp2:62@70", second_source=True),
-    _step("relays", "dp4:24@32,dp2tp2:62@70", devices_per_node=2),
-    _step("units", "dp4+z3:24@32,dp2tp2+z2:62@70"),
-    _step("pipeline", "pp4:62@64", pipeline_schedule="own"),
-    _step("interleaved", "dp2pp2+v2:62@64", pipeline_schedule="own"),
-    _step("ring", "cp4:62@64", context_parallel="ring"),
-    _step("keys", "dp2cp2:62@64", context_parallel="allgather"),
-    _step("heads", "cp2tp2:62@64", context_parallel="ulysses"),
-    _step("shards", "dp2tp2:62@64"),
-)
-
-
-@pytest.fixture(scope="module")
-def steps():
-    return {case.name: (case, traces, results) for case, traces, results in traces_of(COUNTED, 120.0)}
-
-
 def of_all_ranks(trace):
     """The communicators of all ranks for switches: the first two for devices that are made."""
     everyone = tuple(range(trace.world_size))
@@ -98,33 +77,23 @@ def others(trace):
     ]
 
 
-def in_switches(traces):
-    return sum(trace.bytes_to_others(comm) for trace in traces for comm in of_all_ranks(trace))
-
-
-@pytest.mark.parametrize("name", ["switches", "relays", "units", "pipeline", "ring", "shards"])
-def test_switches_send_the_bytes_that_are_reported(steps, name):
-    _, traces, results = steps[name]
+def switches_send_the_bytes_that_are_reported(case, traces, results):
     report = results[0][0]
-    assert in_switches(traces) == sum(phase.moved_bytes + phase.unit_bytes for phase in report.phases) > 0
+    sent = sum(trace.bytes_to_others(comm) for trace in traces for comm in of_all_ranks(trace))
+    assert sent == sum(phase.moved_bytes + phase.unit_bytes for phase in report.phases) > 0
 
 
-@pytest.mark.parametrize("name", ["pipeline", "interleaved"])
-def test_pipelines_send_each_pack_over_each_border_once_forward_and_once_backward(steps, name):
-    case, traces, results = steps[name]
-    stages, per_rank = {"pipeline": (4, 1), "interleaved": (4, 2)}[name]
+def packs_cross_each_border_once_forward_and_once_backward(case, traces, results):
+    strategy = parse_buckets(case.buckets)[0].strategy
     hidden = tiny_model(case.family).config.hidden_size
-    ranks_of_pipeline = stages // per_rank
-    sent = Counter()
+    stages = strategy.pp * strategy.v
     for trace, (_, packs) in zip(traces, results, strict=True):
-        stage = trace.rank // (trace.world_size // ranks_of_pipeline)
-        own = [stage + ranks_of_pipeline * n for n in range(per_rank)]
+        stage = trace.rank // (trace.world_size // strategy.pp)
+        own = [stage + strategy.pp * n for n in range(strategy.v)]
         messages = sum((one < stages - 1) + (one > 0) for one in own)
         expected = messages * sum(sum(of_bucket) for of_bucket in packs) * hidden * 4
         found = sum(trace.bytes_to_others(comm) for comm in others(trace))
         assert found == expected > 0, (trace.rank, found, expected)
-        sent[trace.rank] = found
-    assert len(sent) == 4
 
 
 def sent_in_exchanges(trace, comm):
@@ -142,19 +111,16 @@ def sent_in_exchanges(trace, comm):
     return total
 
 
-@pytest.mark.parametrize("name", ["ring", "keys", "heads"])
-def test_context_parallel_sends_the_bytes_that_are_reported(steps, name):
-    _, traces, results = steps[name]
+def context_parallel_sends_the_bytes_that_are_reported(case, traces, results):
     report, found = results[0][0], 0
     for trace in traces:
-        of_cp = others(trace)[-1 if name != "heads" else 0]
+        of_cp = others(trace)[-1 if case.name != "heads" else 0]
         found += trace.bytes_to_others(of_cp) + sent_in_exchanges(trace, of_cp)
     assert found == sum(phase.context_bytes for phase in report.phases) > 0
 
 
-def test_shards_reduce_a_hidden_state_as_often_as_the_formula_says(steps):
+def shards_reduce_a_hidden_state_as_often_as_the_formula_says(case, traces, results):
     """Four all-reduces of each layer and pack, one of the embedding's rows, and one of the head's input."""
-    case, traces, results = steps["shards"]
     config = tiny_model(case.family).config
     for trace, (_, packs) in zip(traces, results, strict=True):
         reduced = Counter(
@@ -164,3 +130,27 @@ def test_shards_reduce_a_hidden_state_as_often_as_the_formula_says(steps):
         for tokens in packs[0]:
             expected[(tokens * config.hidden_size,)] += ALL_REDUCES_PER_LAYER * config.num_hidden_layers + 2
         assert reduced == expected
+
+
+SWITCHES, CONTEXT = switches_send_the_bytes_that_are_reported, context_parallel_sends_the_bytes_that_are_reported
+BORDERS = packs_cross_each_border_once_forward_and_once_backward
+SHARDS = shards_reduce_a_hidden_state_as_often_as_the_formula_says
+COUNTED = (
+    (_step("switches", "dp4:12@24,tp4:24@32,dp2tp2:62@70", second_source=True), [SWITCHES]),
+    (_step("relays", "dp4:24@32,dp2tp2:62@70", devices_per_node=2), [SWITCHES]),
+    (_step("units", "dp4+z3:24@32,dp2tp2+z2:62@70"), [SWITCHES]),
+    (_step("pipeline", "pp4:62@64", pipeline_schedule="own"), [SWITCHES, BORDERS]),
+    (_step("interleaved", "dp2pp2+v2:62@64", pipeline_schedule="own"), [BORDERS]),
+    (_step("ring", "cp4:62@64", context_parallel="ring"), [SWITCHES, CONTEXT]),
+    (_step("keys", "dp2cp2:62@64", context_parallel="allgather"), [CONTEXT]),
+    (_step("heads", "cp2tp2:62@64", context_parallel="ulysses"), [CONTEXT]),
+    (_step("shards", "dp2tp2:62@64"), [SWITCHES, SHARDS]),
+)
+
+
+@pytest.mark.parametrize(("case", "counts"), [pytest.param(*each, id=each[0].name) for each in COUNTED])
+def test_a_step_sends_what_is_counted_and_waits_in_no_circle(case, counts):
+    [recorded] = traces_of([case], 60.0)
+    proven([recorded])
+    for count in counts:
+        count(*recorded)
