@@ -35,6 +35,8 @@ DOCS_ARGS ?=
 
 # One compute thread a process: the tests and the CPU example run several processes on few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# hundreds of processes start: without bytecode each would compile what it imports
+unexport PYTHONDONTWRITEBYTECODE
 # Without the first variable a restarted job can meet the dead attempt's addresses.
 LAUNCH_ENV := TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 

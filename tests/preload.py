@@ -6,15 +6,21 @@ where torch sees a GPU: the Trainer imports peft, and that bitsandbytes, which i
 
 import contextlib
 from importlib import import_module
+from pathlib import Path
 
 from torch.cuda import device_count
 
+ROOT = Path(__file__).resolve().parents[1]
+FEATURES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(ROOT.glob("hf_hotspa/features/*/*.py"))
+]
 MODULES = (
     "transformers.trainer",
     "hf_hotspa.trainer.trainer",
     "hf_hotspa.calibrate.model_calibration",
     "tests.families",
     "tests.oracle",
+    *FEATURES,
 )
 
 if device_count() == 0:  # asks the driver without initializing CUDA

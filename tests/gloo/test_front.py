@@ -1,5 +1,7 @@
 """`hf-hotspa run`: unchanged programs print the same losses, norms and weights under every launcher."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -9,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests import front_program
 from tests.contract.layers import ROOT
+from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -42,18 +46,29 @@ def start(command: list[str], folder: Path, **more: str) -> subprocess.Completed
 
 def results(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    lines = [
-        json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")
-    ]
+    return read(done.stdout)
+
+
+def read(text: str) -> dict[str, Any]:
+    lines = [json.loads(line.removeprefix("RESULT ")) for line in text.splitlines() if line.startswith("RESULT ")]
     return {line["name"]: line for line in lines}
 
 
 ALL = ["plain", "subclass", "by_class", "sft", "dpo"]
 
 
+def by_itself(rank: int, world_size: int, folder: str) -> str:
+    os.environ["FRONT_FOLDER"] = folder
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        front_program.main(ALL)
+    return out.getvalue()
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results(start([*HERE, *ALL], tmp_path_factory.mktemp("stock") / "out"))
+    """In a process that has imported the libraries already."""
+    [text] = run_ranks(1, by_itself, str(tmp_path_factory.mktemp("stock")))
+    return read(text.replace("tests.front_program.", "__main__."))
 
 
 def check(own: dict[str, Any], stock: dict[str, Any], names: list[str]) -> None:

@@ -23,15 +23,18 @@ STRATEGIES = (
     "tp4+z3", "pp4+z3", "tp2pp2+rc2+z3", "tp2pp2+sp+z2", "dp2cp2+z3", "cp4+rc+z3", "cp2tp2+sp+z3", "cp2pp2+z2", "dp2cp2+ck19+z3",
     "dp4+ck15+kg1+z3", "dp2tp2+ck13+kg2+kh+z2", "dp2pp2+ck17+z3", "dp2pp2+rc+ck15+z2", "pp4+ck19+z3",
 )  # fmt: skip
-QUICK = ("qwen3_qk_norm_tied",)
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES])
-def test_every_strategy(family):
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [pytest.param("qwen3_qk_norm_tied", [LOSS | OVERLAP], id="at once")]
+    + [pytest.param(family, [LOSS, {}, OVERLAP], id=family, marks=pytest.mark.slow) for family in FAMILIES],
+)
+def test_every_strategy(family, options):
     shape = describe_model(tiny_model(family)).shape
     buckets = [f"{s}:40@67" for s in STRATEGIES if Strategy.parse(s).unsupported_reason(shape) is None]
     assert len(buckets) >= 11
-    check(run_ranks(4, rank_errors, family, torch.float64, buckets, [LOSS, {}, OVERLAP], timeout=300), torch.float64)
+    check(run_ranks(4, rank_errors, family, torch.float64, buckets, options, timeout=300), torch.float64)
 
 
 def other_models(rank, world_size):
