@@ -26,7 +26,7 @@ TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy", "ten
 """What the tests themselves need, in the versions of constraints.txt."""
 TESTS = (
     "tests/gloo/test_exact.py",
-    "tests/gloo/test_engine.py::test_five_strategies_in_one_mini_batch",
+    "tests/gloo/test_switch_options.py::test_every_way_to_switch_is_exact",
     "tests/gloo/test_engine.py::test_pipeline_schedules_are_exact",
     "tests/gloo/test_engine.py::test_bf16_weights_are_the_rounded_masters_and_gradients_are_fp32",
     "tests/gloo/test_trainer.py",
