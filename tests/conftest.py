@@ -9,7 +9,9 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,10 @@ if os.environ.get("HOTSPA_TEST_GPU") != "1":
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOTSPA_CACHE"] = _cache = tempfile.mkdtemp(prefix="hotspa-cache-")
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, which some tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _GLOO_FOLDER = Path(__file__).parent / "gloo"
 

@@ -1,14 +1,11 @@
 """`make gpu-all` keeps what it has: parts in order, limits that end all processes, a state that the next call resumes."""
 
 import json
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import one_gpu  # type: ignore[import-not-found]
 import psutil  # type: ignore[import-untyped]
-import pytest
 
 from tests.gpu_all import CUT, FAILED, LEFT_OUT, PASSED, TOO_LONG, GpuAll, Part, parts_of
 from tests.gpu_machine import LIBRARY, Machine
@@ -66,15 +63,6 @@ def test_a_limit_ends_all_processes_and_the_next_part_runs(tmp_path: Path) -> No
     assert all_end(left, 2.0)
 
 
-@pytest.fixture
-def hears_ctrl_c() -> Iterator[None]:
-    """Also where a shell started the tests in the background, which ignore it then."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
 def test_what_ctrl_c_or_the_end_of_all_time_cut_is_run_by_the_next_call(tmp_path: Path) -> None:
     program = "import os, signal, time; time.sleep(0.3); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
     calls = [part("first", program), part("second", "print('here')")]
