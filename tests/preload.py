@@ -6,14 +6,12 @@ where torch sees a GPU: the Trainer imports peft, and that bitsandbytes, which i
 
 import contextlib
 from importlib import import_module
-from pathlib import Path
 
 from torch.cuda import device_count
 
-ROOT = Path(__file__).resolve().parents[1]
-FEATURES = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(ROOT.glob("hf_hotspa/features/*/*.py"))
-]
+from tests.contract.layers import ROOT, module_of
+
+FEATURES = [module_of(str(path.relative_to(ROOT))) for path in sorted(ROOT.glob("hf_hotspa/features/*/*.py"))]
 MODULES = (
     "transformers.trainer",
     "hf_hotspa.trainer.trainer",

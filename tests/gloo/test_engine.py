@@ -30,13 +30,15 @@ def schedules(rank, world_size, schedule, cases):
     generator = torch.Generator().manual_seed(0)
     found = []
     for lengths in cases:
-        rows = [
-            {"input_ids": (ids := torch.randint(3, 160, (n,), generator=generator).tolist()), "labels": ids}
-            for n in lengths
-        ]
+        errors = []
         runs.clear()
-        error, _ = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
-        found.append((error, len(runs)))
+        for _ in range(2):
+            rows = [
+                {"input_ids": (ids := torch.randint(3, 160, (n,), generator=generator).tolist()), "labels": ids}
+                for n in lengths
+            ]
+            errors.append(worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0])
+        found.append((max(errors), len(runs)))
     return found
 
 

@@ -93,16 +93,19 @@ LORA = {"lora": {"bias": "all", "lora_dropout": 0.1}, "max_steps": 4, "family": 
 
 
 def lora_runs(rank, world, folder):
-    """Train; be refused beside another base model; go on from the middle; save what was trained."""
+    """Train; go on from the middle; be refused beside another base model; save what was trained."""
     first = one_run(rank, world, f"{folder}/a", None, dict(LORA))
+    again = one_run(rank, world, f"{folder}/b", f"{folder}/a/checkpoint-2", dict(LORA))
     trainer = make_trainer(f"{folder}/c", world, **LORA, model_seed=5)
     with pytest.raises(ResumeError, match="the frozen weights of the model are not those"):
         trainer.train(resume_from_checkpoint=f"{folder}/a/checkpoint-2")
     trainer.close_engine()
-    trainer = make_trainer(f"{folder}/b", world, **LORA)
-    again = train(trainer, f"{folder}/a/checkpoint-2")
+    trainer = make_trainer(f"{folder}/d", world, **LORA)
+    trainer.train(resume_from_checkpoint=f"{folder}/a/checkpoint-4")  # no step is left
     trainer.save_model(f"{folder}/saved")
-    return first, again, trained(trainer.model)
+    weights = trained(trainer.model)
+    trainer.close_engine()
+    return first, again, weights
 
 
 def test_checkpoints_hold_the_adapter_and_a_digest_of_the_base(tmp_path):

@@ -191,7 +191,10 @@ def random_switches(rank: int, world_size: int, seeds: range) -> int:
     return len(seeds)
 
 
-@pytest.mark.parametrize(("world_size", "switches"), [(2, 40), (4, 20), pytest.param(8, 25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "switches"),
+    [(2, 40), (4, 20), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 90), (4, 45), (8, 25)))],
+)
 def test_random_switches_are_exact(world_size: int, switches: int) -> None:
     seeds = range(1000 * world_size, 1000 * world_size + switches)
     assert run_ranks(world_size, random_switches, seeds) == [switches] * world_size
