@@ -13,8 +13,8 @@ Exactness:
   beat it by `margin`: the answer is never worse than the best static strategy, and may be not to switch. Packs are then
   made smaller if that costs at most `pack_margin`.
 * A run races a few plans, because no time model distinguishes neighbours. One rule chooses them: the best single
-  strategy, the best that has replicas only, the best that moves no layers (both in whole packs: the time of chunks is
-  as hard to predict as the time of moving), and the best pool.
+  strategy, the best that has replicas only, in whole packs and in chunks (offered where memory is short: their time is
+  hard to predict), the best that moves no layers, in whole packs, and the best pool.
 * Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best
   single pipeline that can have them. They do not change what is moved and hardly change what is held,
   so the best strategies and edges are taken to be the same; searching every pipeline both ways would take twice as
@@ -297,8 +297,9 @@ class _Search:
         return self._known_packs[key]
 
     def _best_singles(self) -> list[Phases]:
-        """The best single strategy and, if plans are raced, the best that has replicas only and the best that moves no
-        layers, both in whole packs, as far as there are any. Exact: tries all pack sizes, lowest bound first, while the bound can win."""
+        """The best single strategy and, if plans are raced, the best that has replicas only, in whole packs and in
+        chunks, and the best that moves no layers, in whole packs, as far as there are any. Exact: tries all pack sizes,
+        lowest bound first, while the bound can win."""
         whole, every = (0, self.longest), [*self.pool, *filter(self.time.knows, self.options.alone)]
         bounds = [
             (self.evaluator.bound(strategy, *whole, tokens), strategy, tokens)
@@ -307,7 +308,11 @@ class _Search:
         ]
         kinds: list[Callable[[Strategy], bool]] = [lambda s: True]
         if self.options.raced:
-            kinds += [lambda s: s.ranks_of_a_replica == 1 and not s.cuts_packs, lambda s: s.z < 3 and not s.cuts_packs]
+            kinds += [
+                lambda s: s.ranks_of_a_replica == 1 and not s.cuts_packs,
+                lambda s: s.ranks_of_a_replica == 1 and s.cuts_packs,
+                lambda s: s.z < 3 and not s.cuts_packs,
+            ]
         least, best = [math.inf] * len(kinds), [Phases()] * len(kinds)
         round_s, self._pipeline = math.inf, Phases()
         for bound, strategy, tokens in sorted(bounds):

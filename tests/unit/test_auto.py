@@ -338,6 +338,10 @@ def test_raced_are_the_best_single_strategy_the_best_replicas_the_best_that_move
         assert set(plans) == {least(group) for group in (names, replicas, unmoved) if group}
         assert [near.seconds for near in found.near] == sorted(near.seconds for near in found.near)
         assert search(question, among, SearchOptions(max_phases=1)) == replace(found, near=(), num_simulated=ANY)
+        chunks = [Strategy.parse(name) for name in ("dp8+ck512+z3", "dp8+ck8192+z3", "dp4tp2+ck512+z3")]
+        offered = search(question, among, SearchOptions(max_phases=1, raced=True, alone=chunks))
+        cut = {str(near.buckets[0].strategy) for near in offered.near if near.buckets[0].strategy.ck}
+        assert cut - {plans[0]} == {least([str(chunk) for chunk in chunks[:2]])}
         pools = search(question, among, SearchOptions(raced=True))
         assert sum(len(plan) > 1 for plan in (pools.buckets, *(near.buckets for near in pools.near))) == 1
         assert {str(near.buckets[0].strategy) for near in pools.near if len(near.buckets) == 1} <= set(plans)
