@@ -76,14 +76,6 @@ def test_a_config_gives_the_shape_of_the_model(family: str, tmp_path: Path) -> N
     assert load_model(tmp_path).tied == tiny_config(family).tie_word_embeddings
 
 
-def test_presets_have_the_published_sizes() -> None:
-    published = {"llama2-7b": 6.74e9, "llama2-13b": 13.02e9, "llama2-32b": 32.5e9}
-    for name, count in published.items():
-        shape = load_model(name).shape
-        total = shape.num_layers * shape.layer_parameters + 2 * shape.vocab_size * shape.hidden_size
-        assert total == pytest.approx(count, rel=0.002)
-
-
 def test_other_families_are_counted() -> None:
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
     model = model_from(gpt2, "gpt2", "here")
@@ -123,8 +115,9 @@ def test_impossible_configs(changes: dict[str, Any], message: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize(("model", "nodes"), [("llama2-7b", "1x8"), ("llama2-13b", "2x8"), ("llama2-32b", "4x8")])
-@pytest.mark.parametrize("lengths", ["commoncrawl", "github"])
+@pytest.mark.parametrize(
+    ("model", "nodes", "lengths"), [("llama2-7b", "1x8", "commoncrawl"), ("llama2-32b", "4x8", "github")]
+)
 def test_plans(capsys: pytest.CaptureFixture[str], model: str, nodes: str, lengths: str) -> None:
     found = answer(capsys, [*replaced(model=model, nodes=nodes, lengths=lengths), "--sequence-parallel"])
     buckets = parse_buckets(found["hotspa_strategies"])
@@ -160,21 +153,6 @@ def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: 
     assert not any(bucket.strategy.sp for bucket in (*roomy.buckets, roomy.static))
     tight = answer(capsys, replaced(longest="32768", memory_limit="26GiB"))
     assert any(bucket.strategy.rc for bucket in parse_buckets(tight["hotspa_strategies"]))
-
-
-def test_the_text_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN_7B, "--sequence-parallel"]) == 0
-    text = capsys.readouterr().out
-    [strategies] = re.findall(r'^hotspa_strategies="(.+)"$', text, re.MULTILINE)
-    assert len(parse_buckets(strategies)) > 1
-    for bucket in parse_buckets(answer(capsys, [*PLAN_7B, "--sequence-parallel"])["hotspa_strategies"]):
-        assert f"{bucket.strategy} up to {bucket.longest}" in text
-    assert "\nSwitching " in text
-    shares = [float(share) for share in re.findall(r"^ *\d+ - +\d+ +([\d.]+)% ", text, re.MULTILINE)]
-    assert sum(shares) == pytest.approx(100, abs=1)
-    assert (
-        max(len(line) for line in text.splitlines() if not line.startswith(("hotspa_strategies", "SFTConfig("))) <= 80
-    )
 
 
 def test_plans_leave_a_tenth_of_a_device_free_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,20 +197,13 @@ def test_positions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_the_optimizer_decides_what_is_kept_and_so_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     estimate = ["estimate", *PLAN_7B[1:7], "--strategy", "dp4tp2", "--pack-tokens", "8192"]
-    kept = {
-        optim: answer(capsys, [*estimate, "--optim", optim])
-        for optim in ("adamw_torch", "adamw_8bit", "adamw_torch_4bit", "lion_8bit")
-    }
-    states = {optim: found["memory"]["optimizer"] for optim, found in kept.items()}
-    assert states["adamw_torch"] > 3 * states["adamw_8bit"]
-    assert states["adamw_8bit"] == pytest.approx(2 * states["lion_8bit"], rel=1e-6)  # embeddings are fp32 in both
-    assert states["adamw_torch_4bit"] == pytest.approx(states["adamw_torch"] / 8 * (1 + 8 / 256), rel=1e-3)
-    assert kept["adamw_8bit"]["optim"] == "adamw_8bit"
+    usual, kept = (answer(capsys, [*estimate, "--optim", optim]) for optim in ("adamw_torch", "adamw_torch_4bit"))
+    ratio = (1 + 8 / 256) / 8  # of each optimizer: test_cost_memory.py
+    assert kept["memory"]["optimizer"] == pytest.approx(usual["memory"]["optimizer"] * ratio, rel=1e-3)
+    assert kept["optim"] == "adamw_torch_4bit"
     plan = replaced(longest="4096", max_buckets="1")
     planned, usual = (answer(capsys, [*plan, "--optim", optim]) for optim in ("adamw_8bit", "adamw_torch"))
     assert planned["buckets"][0]["memory"]["optimizer"] < usual["buckets"][0]["memory"]["optimizer"] / 3
-    with pytest.raises(SystemExit):
-        main([*estimate, "--optim", "muon"])
 
 
 def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,71 +252,33 @@ def test_an_estimate_lists_the_longest_sequence_of_each_way(capsys: pytest.Captu
 # -------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": "llama3-900b"}, "no model preset and no config file 'llama3-900b'.*llama2-7b"),
-        ({"model": "x" * 5000}, "File name too long|no model preset"),
-        ({"hardware": "z9000"}, "no machine with the name 'z9000', and no such file.*hf-hotspa hardware"),
-        ({"lengths": "wikipedia"}, "no length distribution 'wikipedia'.*commoncrawl"),
-        ({"lengths": "missing.json"}, "cannot be read: No such file"),
-        ({"nodes": "1000x1000"}, "at most 32768 devices"),
-        ({"memory_limit": "lots"}, "70GiB"),
-        ({"memory_limit": "500GiB"}, "more than the 79.35 GiB of a device"),
-        ({"memory_limit": "10GiB"}, "no strategy holds.*Fix: --lora 16"),
-        (
-            {"longest": "10000000", "nodes": "1x2"},
-            "no strategy holds a sequence of 10000000.*--longest [0-9]+ --overlong truncate",
-        ),
-        ({"dtype": "int4"}, "no size is known for dtype 'int4'"),
-        ({"dtype": "float64"}, "no peak speed for 'float64'"),
-    ],
-)
-def test_refusals(capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str) -> None:
-    args = replaced(**changes)
-    assert main(args) == 2
-    captured = capsys.readouterr()
-    assert re.search(message, captured.err), captured.err
-    assert captured.out == ""
-    assert "Traceback" not in captured.err
-
-
-@pytest.mark.parametrize(
-    ("flag", "values"),
-    [
-        ("longest", ("-1", str(10**15), "x")),
-        ("mini_batch", ("0", "1000000")),
-        ("max_buckets", ("0", "1000000", "1" * 5000)),
-    ],
-)
-def test_numbers_of_flags_have_bounds(capsys: pytest.CaptureFixture[str], flag: str, values: tuple[str, ...]) -> None:
-    for value in values:
-        with pytest.raises(SystemExit):
-            main(replaced(**{flag: value}))
-        name = flag.replace("_", "-")
-        assert re.search(
-            rf"argument --{name}: '{value[:30]}.* is not a whole number of at least 1 and at most [0-9]+",
-            capsys.readouterr().err,
-        )
-
-
-def test_what_is_written_in_the_end_is_looked_at_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plot_whose_file_is_looked_at_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "no" / "such" / "x.svg"
-    args = [*replaced(), "--plot", str(file)]
-    assert main(args) == 0
-    assert f"picture: {file}" in capsys.readouterr().out
-    assert file.is_file()
-    for path, reason in ((file / "x.svg", "Not a directory"), (tmp_path / "a.svg", "Is a directory")):
-        (tmp_path / "a.svg").mkdir(exist_ok=True)
-        message = refusal(capsys, [*replaced(model="no such model"), "--plot", str(path)])
-        assert f"--plot {path} cannot be written: " in message
-        assert reason in message or "File exists" in message
+    chosen = answer(capsys, replaced(plot=str(file)))["hotspa_strategies"]
+    assert all(f"{bucket.strategy} to {bucket.longest}" in file.read_text() for bucket in parse_buckets(chosen))
+    (tmp_path / "a.svg").mkdir()
+    for path, reason in ((file / "x.svg", "Not a directory|File exists"), (tmp_path / "a.svg", "Is a directory")):
+        message = refusal(capsys, replaced(model="no such model", plot=str(path)))
+        assert re.search(f"--plot {path} cannot be written: ({reason})", message)
+    assert "end its name in .svg" in refusal(capsys, replaced(plot=str(tmp_path / "plot.png")))
 
 
-@pytest.mark.parametrize("content", ["[" * 3000, "a: 2020-99-99", "\xff", "a: [1", "- 1"])
-def test_corrupt_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
-    (tmp_path / "deep.yaml").write_text(content, encoding="latin-1")
-    assert "deep.yaml" in refusal(capsys, replaced(hardware=str(tmp_path / "deep.yaml")))
+def damaged(flag: str, name: str, contents: tuple[str, ...]) -> list[Any]:
+    return [(flag, name, content) for content in contents]
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "content"),
+    [
+        *damaged("hardware", "deep.yaml", ("[" * 3000, "a: 2020-99-99", "\xff", "a: [1", "- 1")),
+        *damaged("model", "config.json", ("{", "[]", '{"model_type": "llama"}', "\xff\xfe", "[" * 100_000)),
+        *damaged("lengths", "lengths.json", ("{", "[]", '{"counts": {}}', "\xff\xfe", "[" * 1000)),
+    ],
+    ids=lambda value: value[:9],
+)
+def test_damaged_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="latin-1")
+    assert str(tmp_path / name) in refusal(capsys, replaced(**{flag: str(tmp_path / name)}))
 
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b5m\u202e"
@@ -375,29 +308,6 @@ def test_nothing_from_a_file_acts_on_the_terminal(
         with pytest.raises(SystemExit):
             main(command)
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", capsys.readouterr().err), command
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama"}', "\xff\xfe", "[" * 100_000])
-def test_corrupt_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.json").write_text(content, encoding="latin-1")
-    assert str(tmp_path / "config.json") in refusal(capsys, replaced(model=str(tmp_path)))
-    (tmp_path / "lengths.json").write_text(content[:1000], encoding="latin-1")
-    assert "lengths.json" in refusal(capsys, replaced(lengths=str(tmp_path / "lengths.json")))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "tokens", "message"),
-    [
-        ("dp4tp2", "100", "it needs 8 processes and 32 are running"),
-        ("tp128", "100", "legal with 32 processes"),
-        ("nonsense", "100", "is not a strategy"),
-        ("cp32+ck1024+kh", "8192", "keys and values in host memory (+kh) with cp"),
-        ("cp32", "16", "packs of 16 tokens, and cp32 divides them over 32 ranks"),
-    ],
-)
-def test_estimate_refusals(capsys: pytest.CaptureFixture[str], strategy: str, tokens: str, message: str) -> None:
-    args = ["estimate", "--model", "llama2-7b", "--nodes", "4x8", "--strategy", strategy, "--pack-tokens", tokens]
-    assert message in refusal(capsys, args)
 
 
 def test_a_model_of_the_hub_is_read_from_the_cache(
@@ -449,18 +359,6 @@ def test_machines_are_listed_and_printed_to_be_changed(capsys: pytest.CaptureFix
     assert found["limit_bytes"] == 27_000 << 20
     assert found["hardware"] == "l40s-48g-own"
     assert "did you mean" in refusal(capsys, ["hardware", "l50s"])
-
-
-# ------------------------------------------------------------------------------------------------------------- a plot
-
-
-def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "plot.svg"
-    chosen = answer(capsys, replaced(plot=str(path)))["hotspa_strategies"]
-    drawn = path.read_text()
-    assert all(f"{bucket.strategy} to {bucket.longest}" in drawn for bucket in parse_buckets(chosen))
-    assert "cannot be written" in refusal(capsys, replaced(plot=str(path / "plot.svg")))
-    assert "end its name in .svg" in refusal(capsys, replaced(plot=str(tmp_path / "plot.png")))
 
 
 # -------------------------------------------------------------------------------------------------------- a cold start

@@ -1,5 +1,6 @@
 """The page of a run: whole and well-formed, every panel with data, nothing from the network, light and dark."""
 
+import html
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -18,7 +19,6 @@ from hf_hotspa.reporting.page import metric_panels, report_page, show_lengths, s
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import Mark, Series
-from hf_hotspa.whole_file import write_whole
 from tests.run_logs import LONG, SHORT, made_facts, made_report, write_run
 
 PANELS = {
@@ -85,7 +85,7 @@ def check_page(text):
     return page
 
 
-def test_every_panel_has_data(tmp_path):
+def test_every_panel_has_data_and_draws_what_was_recorded(tmp_path):
     text = report_page(read_run_log(write_run(tmp_path)))
     page = check_page(text)
     assert set(page.points) == PANELS
@@ -100,10 +100,6 @@ def test_every_panel_has_data(tmp_path):
         "2.13.0",
     ):
         assert part in text
-
-
-def test_charts_draw_what_was_recorded(tmp_path):
-    text = report_page(read_run_log(write_run(tmp_path)))
     tips = re.findall(r'data-tip="([^"]*)"', text)
     assert "step 3: training 2.7" in tips
     assert "step 4: training 2.6, evaluation 2.7" in tips
@@ -157,7 +153,7 @@ def test_a_run_that_knows_little(tmp_path):
     assert "the run has not finished, or was stopped" in text
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7, 1000])
+@pytest.mark.parametrize("steps", [1, 2, 1000])
 def test_short_and_long_runs(tmp_path, steps):
     text = report_page(read_run_log(write_run(tmp_path, steps=steps)))
     check_page(text)
@@ -168,9 +164,8 @@ def test_short_and_long_runs(tmp_path, steps):
 
 def test_pictures_for_notebooks_are_frames_with_whole_pages(tmp_path):
     def page_in(shown):
-        frame = HTMLParserOfFrame(shown._repr_html_())
         assert "a page of" in repr(shown)
-        return frame.srcdoc
+        return html.unescape(re.fullmatch(r'<iframe srcdoc="([^"]*)"[^<>]*></iframe>', shown._repr_html_())[1])
 
     assert page_in(show_report(write_run(tmp_path))) == report_page(read_run_log(tmp_path))
     shown = page_in(show_lengths([3, 5, 5, 9, 90], f"{SHORT}:16@64,{LONG}:200"))
@@ -181,25 +176,6 @@ def test_pictures_for_notebooks_are_frames_with_whole_pages(tmp_path):
     assert Page(page_in(show_lengths([]))).points == {}
     with pytest.raises(StrategyError):
         show_lengths([3], "dp2")
-
-
-class HTMLParserOfFrame(HTMLParser):
-    """The page inside a frame."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.srcdoc = None
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        assert (tag, self.srcdoc) == ("iframe", None)
-        self.srcdoc = dict(attrs)["srcdoc"]
-
-
-def test_a_page_is_written_whole(tmp_path):
-    path = write_whole(tmp_path / "new" / "page.html", "text")
-    assert path.read_text() == "text"
-    assert [p.name for p in path.parent.iterdir()] == ["page.html"]
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------
@@ -274,22 +250,11 @@ def _longest(report, tokens):
     return replace(report, phases=tuple(replace(p, longest_tokens=tokens) for p in report.phases))
 
 
-def test_the_table_of_strategies_says_what_ranks_of_cp_sent(tmp_path):
-    run = read_run_log(write_run(tmp_path))
-    assert "ranks of cp" not in str(strategies_panel(run).rows)
-    sent = [
-        replace(p, context="ring", context_bytes=250_000_000 * at) for at, p in enumerate(run.steps[0].report.phases)
-    ]
-    run.steps = [replace(r, report=replace(r.report, phases=tuple(sent))) for r in run.steps]
-    assert {s.strategy: s.context_bytes for s in summarize(run).strategies} == {SHORT: 0, LONG: 1_500_000_000}
-    body = str(strategies_panel(run).rows)
-    assert "GB between ranks of cp" in body
-    assert "'1.5'" in body
-
-
-def test_what_features_count_is_among_the_fields_of_phases_and_in_the_table_of_strategies(tmp_path):
+def test_what_ranks_of_cp_send_and_features_count_is_in_phases_and_in_the_table_of_strategies(tmp_path):
     folder = write_run(tmp_path)
-    assert "tokens dropped" not in str(strategies_panel(read_run_log(folder)).rows)
+    body = str(strategies_panel(read_run_log(folder)).rows)
+    assert "tokens dropped" not in body
+    assert "ranks of cp" not in body
     record = folder / FILE_NAME
     record.write_text(record.read_text().replace('"dropped_expert_tokens":0', '"dropped_expert_tokens":7'))
     run = read_run_log(folder)
@@ -299,10 +264,13 @@ def test_what_features_count_is_among_the_fields_of_phases_and_in_the_table_of_s
     assert "counted" not in first.to_dict()["phases"][0]
     with pytest.raises(AttributeError, match="no attribute 'exprt_tokens'"):
         _ = first.phases[0].exprt_tokens
-    assert {s.strategy: s.dropped_expert_tokens for s in summarize(run).strategies} == {SHORT: 42, LONG: 42}
-    body = str(strategies_panel(run).rows)
-    assert "tokens dropped" in body
-    assert "'42'" in body
+    sent = [replace(p, context="ring", context_bytes=250_000_000 * at) for at, p in enumerate(first.phases)]
+    run.steps = [replace(r, report=replace(r.report, phases=tuple(sent))) for r in run.steps]
+    totals = {s.strategy: (s.context_bytes, s.dropped_expert_tokens) for s in summarize(run).strategies}
+    assert totals == {SHORT: (0, 42), LONG: (1_500_000_000, 42)}
+    heading, *_, last = strategies_panel(run).rows
+    cells = dict(zip(heading, last, strict=True))
+    assert (cells["GB between ranks of cp"], cells["tokens dropped"]) == ("1.5", "42")
 
 
 def test_one_strategy_is_no_comparison(tmp_path):
@@ -439,15 +407,10 @@ def test_short_numbers():
     assert svg.distinct([0, 1000, 2000], " s") == ["0 s", "1k s", "2k s"]
 
 
-# -- two runs ---------------------------------------------------------------------------------------------------------
-
-
-def test_equal_runs_do_not_differ(tmp_path):
+def test_equal_runs_have_a_page_that_says_so(tmp_path):
     a, b = (read_run_log(write_run(tmp_path / name)) for name in "ab")
     found = compare(a, b)
-    assert set(found.loss_differences) == {0.0}
-    assert found.largest_relative == 0.0
-    assert found.speed_up == 1.0
-    assert [pair.speed_up for pair in found.strategies] == [1.0, 1.0]
-    page = check_page(compare_page(a, b, found))
-    assert all(page.points.values())
+    assert (found.largest_relative, found.speed_up) == (0.0, 1.0)
+    text = compare_page(a, b, found)
+    assert all(check_page(text).points.values())
+    assert "A and B are equally fast" in text
