@@ -13,7 +13,7 @@ import torch
 
 from hf_hotspa import cli
 from hf_hotspa.commands.bench import exactness, program
-from hf_hotspa.commands.bench.contestants import ALONE, STOCK, padded
+from hf_hotspa.commands.bench.contestants import STOCK, padded
 from hf_hotspa.commands.bench.program import Bench, _Stopped, processes_of, size_of
 from hf_hotspa.commands.bench.workload import LengthFile, llama
 from hf_hotspa.commands.rank_world import SHARED_GPU, WorldError, run_world
@@ -221,12 +221,12 @@ def test_ranks_share_a_gpu_only_if_the_library_is_told_so(monkeypatch: pytest.Mo
 # -- a run, with parts that are made up -------------------------------------------------------------------------------
 
 
-def bench_of(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, **more: Any) -> Bench:
-    """A run of which only the parts on ranks are made up: `answer(name, side)` gives a turn, or raises."""
+def make_up(monkeypatch: pytest.MonkeyPatch, answer: Any, errors: dict[str, Any]) -> None:
+    """Makes up the parts on ranks alone: `answer(name, side)` gives a turn, or raises."""
 
     def run(ranks: int, fn: Any, *args: Any, **options: Any) -> Any:
         if fn is exactness.run:
-            return {"dp2:40@64": {"loss": 0.0, "gradient": 1e-12, "parameter": "x"}}
+            return errors
         if fn is program.save_model:
             return 10
         if fn is program.measure:
@@ -234,6 +234,10 @@ def bench_of(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, **more:
         return answer(args[0], args[2])
 
     monkeypatch.setattr(program, "run_world", run)
+
+
+def bench_of(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, **more: Any) -> Bench:
+    make_up(monkeypatch, answer, {"dp2:40@64": {"loss": 0.0, "gradient": 1e-12, "parameter": "x"}})
     given: dict[str, Any] = {"longest": 256, "tokens": 512, "steps": 3, "rounds": 2, "minutes": None, "model": None}
     given |= {"quick": True, "use_cpu": True, "processes": 2, "output": str(folder)}
     return Bench(Namespace(**given | more))
@@ -287,54 +291,44 @@ def test_nothing_begins_when_the_time_is_over(tmp_path: Path, monkeypatch: pytes
     assert "the 0.01 minutes were over" in bench.result.not_done[0]
 
 
-def test_one_rank_has_no_parallel_rivals() -> None:
-    assert [side.kind for side in ALONE] == ["ddp", "ddp"]
-    assert all("DDP" not in side.name for side in ALONE)
-
-
-def wrong_gradients(rank: int, world_size: int, cuda: bool, factor: float) -> dict[str, Any]:
+def wrong_gradients(rank: int, world_size: int) -> list[dict[str, Any]]:
     """The real check, where one rank's gradients of one parameter are off by a factor under one pool."""
-    whole, pools = HotSPaEngine.full_gradients, exactness.pools(world_size)
-
-    def full_gradients(engine: HotSPaEngine) -> dict[str, torch.Tensor]:
-        gradients = whole(engine)
-        if rank and engine.buckets == parse_buckets(pools[1]):
-            gradients[PLANTED] *= factor
-        return gradients
-
+    whole, pools, found = HotSPaEngine.full_gradients, exactness.pools(world_size), list[dict[str, Any]]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HotSPaEngine, "full_gradients", full_gradients)
         patch.setattr(exactness, "pools", lambda ranks: pools[:2])
-        return exactness.run(rank, world_size, cuda)
+        for factor in FACTORS:
+
+            def full_gradients(engine: HotSPaEngine, factor: float = factor) -> dict[str, torch.Tensor]:
+                gradients = whole(engine)
+                if rank and engine.buckets == parse_buckets(pools[1]):
+                    gradients[PLANTED] *= factor
+                return gradients
+
+            patch.setattr(HotSPaEngine, "full_gradients", full_gradients)
+            found.append(exactness.run(rank, world_size, cuda=False))
+    return found
 
 
-PLANTED = "model.layers.1.mlp.up_proj.weight"
+PLANTED, FACTORS = "model.layers.1.mlp.up_proj.weight", (1.0, 1 + 1e-5, float("nan"))
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("factor", [1.0, 1 + 1e-5, float("nan")])
 def test_a_wrong_gradient_is_in_the_verdict_the_exit_code_and_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], factor: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(ranks: int, fn: Any, *args: Any, **options: Any) -> Any:
-        if fn is exactness.run:
-            return run_world(ranks, wrong_gradients, *args, factor, limit_s=120.0)
-        if fn is program.measure:
-            raise WorldError("no links")
-        return 10 if fn is program.save_model else turn()
-
-    monkeypatch.setattr(program, "run_world", run)
-    command = "bench --quick --use-cpu --processes 2 --longest 256 --tokens 512 --rounds 1 -o"
-    code = cli.main([*command.split(), str(tmp_path)])
-    result, pool = BenchResult.load(tmp_path / "bench.json"), exactness.pools(2)[1]
-    assert result.ended == ""
-    words = "Exact: loss and gradients of 2 pools" if factor == 1 else f"NOT EXACT: under {pool} loss and gradients"
-    assert (result.exact, code) == (factor == 1, int(factor != 1))
-    if factor != 1:
-        assert result.exactness[pool].parameter == PLANTED
-        assert result.exactness[pool].gradient >= 0.99e-5
-    assert words in capsys.readouterr().out
-    assert words in (tmp_path / "bench.html").read_text()
+    for factor, errors in zip(FACTORS, run_world(2, wrong_gradients, limit_s=200.0), strict=True):
+        make_up(monkeypatch, turn, errors)
+        command = "bench --quick --use-cpu --processes 2 --longest 256 --tokens 512 --rounds 1 -o"
+        code = cli.main([*command.split(), str(tmp_path)])
+        result, pool = BenchResult.load(tmp_path / "bench.json"), exactness.pools(2)[1]
+        assert result.ended == ""
+        words = "Exact: loss and gradients of 2 pools" if factor == 1 else f"NOT EXACT: under {pool} loss and gradients"
+        assert (result.exact, code) == (factor == 1, int(factor != 1))
+        if factor != 1:
+            assert result.exactness[pool].parameter == PLANTED
+            assert result.exactness[pool].gradient >= 0.99e-5
+        assert words in capsys.readouterr().out
+        assert words in (tmp_path / "bench.html").read_text()
 
 
 def hangs(rank: int, world_size: int) -> None:

@@ -77,28 +77,18 @@ def test_memory_is_written_when_it_grows(tmp_path):
     assert ["memory" in line for line in lines if line["kind"] == "step"] == [True] + [False] * 5
 
 
-@pytest.mark.parametrize("where", ["file", "folder", "output directory"])
-def test_it_is_found(tmp_path, where):
+def test_it_is_found(tmp_path):
     folder = write_run(tmp_path / "hotspa_report")
-    given = {"file": folder / FILE_NAME, "folder": folder, "output directory": tmp_path}[where]
-    assert find_run_log(given) == folder / FILE_NAME
+    for given in (folder / FILE_NAME, folder, tmp_path):  # the file, its folder, the output directory
+        assert find_run_log(given) == folder / FILE_NAME
 
 
-@pytest.mark.parametrize("cut", [1, 20, 300])
-def test_a_torn_last_line_is_left_out(tmp_path, cut):
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_torn_last_line_is_left_out_and_a_resumed_run_replaces_what_it_trains_again(tmp_path, cut):
     path = write_run(tmp_path, end=False) / FILE_NAME
-    data = path.read_bytes()
-    last = len(data.splitlines()[-1]) + 1
-    path.write_bytes(data[: -min(cut, last - 1)])
+    path.write_bytes(path.read_bytes()[:-cut])
     run = read_run_log(path)
-    assert len(run.steps) == 6
-    assert run.saves == []
-    assert not run.ended
-
-
-def test_a_resumed_run_goes_on_and_replaces_what_it_trains_again(tmp_path):
-    path = write_run(tmp_path, steps=6, end=False) / FILE_NAME
-    path.write_bytes(path.read_bytes()[:-7])
+    assert (len(run.steps), run.saves, run.ended) == (6, [], False)
     write_run(tmp_path, steps=4, begin=5, faster=2.0)
     run = read_run_log(tmp_path)
     assert [r.step for r in run.steps] == list(range(1, 9))
@@ -135,10 +125,8 @@ def _changed(line, **changes):
         (1, lambda line: _changed(line, kind="step")),
         (2, lambda line: "not json"),
         (2, lambda line: "[1]"),
-        (2, lambda line: _changed(line, report__loss=None)),
         (2, lambda line: _changed(line, report__phases__0__num_tokens=-1)),
         (2, lambda line: line.replace('"loss":', '"los":')),
-        (2, lambda line: line.replace('"wall_s":', '"wall_s":NaN,"x":')),
         (4, lambda line: _changed(line, metrics={"eval_loss": "low"})),
     ],
 )
@@ -170,14 +158,6 @@ def test_numbers_that_json_has_not(tmp_path):
     writer.metrics("eval", 1, {"eval_loss": math.nan})
     writer.close()
     assert read_run_log(tmp_path).evaluations == [(1, {"eval_loss": None})]
-
-
-def test_a_newer_field_is_left_alone(tmp_path):
-    path = write_run(tmp_path) / FILE_NAME
-    lines = path.read_text().splitlines()
-    lines[1] = _changed(lines[1], report__phases__0__new_field=1, report__newer=2, newest=3)
-    path.write_text("\n".join(lines) + "\n")
-    assert len(read_run_log(path).steps) == 6
 
 
 # -- lengths ----------------------------------------------------------------------------------------------------------
