@@ -1,5 +1,6 @@
 """Small checkpoints without torch: two ranks, three parameters, real files; and a disk on which something happens."""
 
+import logging
 import os
 import random
 import shutil
@@ -24,8 +25,18 @@ def memory_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@contextmanager
+def warnings_of_ours() -> Iterator[list[str]]:
+    """The warnings that our loggers give in this process inside, also in a rank."""
+    said, handler = list[str](), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_hotspa").addHandler(handler)
+    yield said
+    logging.getLogger("hf_hotspa").removeHandler(handler)
+
+
 class FaultyDisk(Disk):
-    """Counts the changes of a process, and does something ahead of one of them.
+    """Notes the changes of a process, and does something ahead of one of them.
 
     Args:
         fatal: The number of that change, from 0; None for no such thing.
@@ -33,11 +44,11 @@ class FaultyDisk(Disk):
     """
 
     def __init__(self, fatal: int | None = None, action: Callable[[str, Path], None] | None = None) -> None:
-        self.count, self.fatal, self.action = 0, fatal, action
+        self.changes, self.fatal, self.action = list[tuple[str, str]](), fatal, action
 
     def before(self, change: str, path: Path) -> None:
-        self.count += 1
-        if self.action is not None and self.count - 1 == self.fatal:
+        self.changes.append((change, path.name))
+        if self.action is not None and len(self.changes) - 1 == self.fatal:
             self.action(change, path)
 
 

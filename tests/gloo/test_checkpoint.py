@@ -1,15 +1,13 @@
-"""Saving on several ranks: a death at any point of a save, what the disk refuses, the background, and what is exported.
+"""Saving on several ranks: what the disk refuses, the background, and what is exported.
 
 Whole runs that are killed again and again are in test_kills.py.
 """
 
 import contextlib
-import ctypes
 import errno
 import json
 import logging
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -19,11 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from hf_hotspa.checkpoint.format import folder as folder_module
 from hf_hotspa.checkpoint.format.disk import Disk
-from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, check_step, checkpoints
+from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError, UnsavableError
-from tests.checkpoints import FaultyDisk, die, memory_folder, tiny_manifest, write_rank
+from tests.checkpoints import FaultyDisk, memory_folder, tiny_manifest, warnings_of_ours, write_rank
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks
 from tests.training_runs import STEPS, contents_of_shares, make_trainer, one_run, train
@@ -61,88 +60,45 @@ def save_step(writer, rank, step, **options):
     )
 
 
-def save_twice(rank, world, folder, victim, fatal):
-    """Saves steps 2 and 3 beside step 1; one rank dies at a change of step 3. Returns its number of changes."""
-    os.fsync = lambda descriptor: None  # a process that dies loses nothing that it has written
-    disk = FaultyDisk()
-    writer = writer_of(rank, folder, disk)
-    for step in (1, 2):
-        save_step(writer, rank, step)
-    before = disk.count
-    if rank == victim:
-        disk.fatal, disk.action = before + fatal, die
-    save_step(writer, rank, 3)
-    writer.close()
-    return disk.count - before
-
-
-@pytest.mark.slow
-def test_a_kill_at_every_write_of_every_rank(tmp_path):
-    changes = run_ranks(2, save_twice, str(tmp_path / "rehearsal"), None, 0)
-    assert changes[0] > changes[1] >= 5
-    for victim, count in enumerate(changes):
-        for point in range(count):
-            path = tmp_path / f"{victim}-{point}"
-            outcomes = run_ranks(2, save_twice, str(path), victim, point, expect_failure=True)
-            assert outcomes[victim].exitcode == -signal.SIGKILL
-            found = checkpoints(path)
-            for checkpoint in found:
-                check_step(checkpoint, verify(checkpoint))
-            assert found[0].name in ("checkpoint-2", "checkpoint-3")
-            assert outcomes[1 - victim].error_type in (None, "PeerError"), outcomes
-            after = RunFolder(path)
-            after.lock()
-            after.unlock()
-            left = {entry.name for entry in path.iterdir()} - {LOCK}
-            assert left == {checkpoint.name for checkpoint in checkpoints(path)}
-
-
 # ------------------------------------------------------------------------------------------------ what the disk refuses
 
 
-def refused_at(rank, world, folder, victim, fatal):
-    """The same error on all ranks, nothing left, and the next save works."""
+POINTS = ((0, 0), (0, 1), (0, 4), (1, 0), (1, 3), (0, 12), (0, 13))
+"""A rank, and the change of the disk in its save that is refused."""
+
+
+def refused_at(rank, world, folder):
+    """At each point: the error, what is left; then the next save works."""
     os.fsync = lambda descriptor: None
-    disk = FaultyDisk()
-    writer = writer_of(rank, folder, disk)
-    save_step(writer, rank, 1)
-    if rank == victim:
-        disk.fatal, disk.action = disk.count + fatal, refuse
-    error = None
-    try:
-        save_step(writer, rank, 2)
-    except CheckpointError as found:
-        error = str(found)
-    writer.agreement.barrier()  # rank 0 clears up after all have been told
-    left = sorted(os.listdir(folder))
-    writer.agreement.barrier()
-    save_step(writer, rank, 3)
-    writer.close()
-    return error, left
+    found = []
+    for number, (victim, fatal) in enumerate(POINTS):
+        disk = FaultyDisk()
+        writer = writer_of(rank, folder / str(number), disk)
+        save_step(writer, rank, 1)
+        if rank == victim:
+            disk.fatal, disk.action = len(disk.changes) + fatal, refuse
+        with pytest.raises(CheckpointError) as caught:
+            save_step(writer, rank, 2)
+        writer.agreement.barrier()  # rank 0 clears up after all have been told
+        found.append((str(caught.value), sorted(os.listdir(folder / str(number)))))
+        writer.agreement.barrier()
+        save_step(writer, rank, 3)
+        writer.close()
+    return found
 
 
-@pytest.mark.parametrize(("victim", "fatal"), [(0, 0), (0, 1), (0, 4), (1, 0), (1, 3), (0, 12), (0, 13)])
-def test_a_full_disk_on_one_rank(tmp_path, victim, fatal):
-    outcomes = run_ranks(2, refused_at, str(tmp_path), victim, fatal)
-    assert len({error for error, _ in outcomes}) == 1
-    for error, left in outcomes:
+def test_a_full_disk_on_one_rank(tmp_path):
+    one, other = run_ranks(2, refused_at, tmp_path)
+    assert one == other
+    for number, ((victim, _), (error, left)) in enumerate(zip(POINTS, one, strict=True)):
         assert "No space left on device" in error
         assert f"rank {victim}" in error
         assert left == [LOCK, "checkpoint-1"]
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
+        assert [path.name for path in checkpoints(tmp_path / str(number))] == ["checkpoint-3", "checkpoint-1"]
 
 
 def leftovers(path):
     return [entry.name for entry in path.iterdir() if entry.name.startswith(".") and entry.name != LOCK]
-
-
-class Warnings(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
 
 
 def refuse_steps(trainer, steps):
@@ -163,36 +119,23 @@ def refuse_steps(trainer, steps):
     trainer._hotspa.checkpoints.into = writer
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_training_goes_on_when_some_saves_fail(tmp_path, background, caplog):
+def test_training_goes_on_when_some_saves_fail(tmp_path, caplog):
     reference = train(make_trainer(str(tmp_path / "a"), 1))
-    trainer = make_trainer(str(tmp_path / "b"), 1, hotspa_max_failed_saves=2, hotspa_async_save=background)
-    refuse_steps(trainer, {2, 3, 5, 6})
-    with caplog.at_level(logging.WARNING, "hf_hotspa"):
-        assert train(trainer) == reference
-    assert caplog.text.count("HSP-210") == 4
-    assert [p.name for p in checkpoints(tmp_path / "b")] == ["checkpoint-7", "checkpoint-4", "checkpoint-1"]
-    assert leftovers(tmp_path / "b") == []
+    for background in (False, True):
+        output = tmp_path / f"{background}"
+        trainer = make_trainer(str(output), 1, hotspa_max_failed_saves=2, hotspa_async_save=background)
+        refuse_steps(trainer, {2, 3, 5, 6})
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "hf_hotspa"):
+            assert train(trainer) == reference
+        assert caplog.text.count("HSP-210") == 4
+        assert [p.name for p in checkpoints(output)] == ["checkpoint-7", "checkpoint-4", "checkpoint-1"]
+        assert leftovers(output) == []
 
 
 class NoJson(TrainerCallback, ExportableState):
     def state(self):
         return {"args": {}, "attributes": {"handle": object()}}
-
-
-def odd_callback(rank, world, folder):
-    try:
-        one_run(rank, world, folder, None, {"callbacks": [NoJson()], "hotspa_max_failed_saves": 0})
-    except CheckpointError as error:
-        return str(error)
-    return "trained"
-
-
-def test_what_one_rank_cannot_write_is_said_by_all(tmp_path):
-    for text in run_ranks(2, odd_callback, str(tmp_path)):
-        assert "not JSON serializable" in text
-        assert "rank 0" in text
-    assert leftovers(tmp_path) == []
 
 
 class Raises:
@@ -244,22 +187,29 @@ def unsavable_runs(rank, world, folder):
     with pytest.raises(UnsavableError) as caught:
         train(trainer)
     found["later"] = str(caught.value), trainer.state.global_step
-    handler = Warnings()
-    logging.getLogger("hf_hotspa").addHandler(handler)
-    for number, name in enumerate(list(UNSAVABLE)[:3]):
-        trainer = make_trainer(f"{folder}/at the end", world, max_steps=2, save_strategy="no")
-        UNSAVABLE[name](trainer)
-        train(trainer)
-        trainer.save_model(f"{folder}/model-{number}")
-        said = [text for text in handler.messages if f"but not {name}: " in text]
-        found[f"{name} at the end"] = len(said), trainer.state.global_step
-    logging.getLogger("hf_hotspa").removeHandler(handler)
+    with warnings_of_ours() as warnings:
+        for number, name in enumerate(list(UNSAVABLE)[:3]):
+            trainer = make_trainer(f"{folder}/at the end", world, max_steps=2, save_strategy="no")
+            UNSAVABLE[name](trainer)
+            train(trainer)
+            trainer.save_model(f"{folder}/model-{number}")
+            said = [text for text in warnings if f"but not {name}: " in text]
+            found[f"{name} at the end"] = len(said), trainer.state.global_step
+    folder_module._LOCK_PATIENCE_S = 0.2
+    with pytest.raises(CheckpointLockError) as caught:
+        one_run(rank, world, f"{folder}/taken", None, {})
+    found["taken"] = str(caught.value)
     return found
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_no_disk_could_take_is_named_before_the_first_step(tmp_path, world):
+    """And that another job has the directory."""
+    other = RunFolder(tmp_path / "taken")
+    other.lock()
     for rank, found in enumerate(run_ranks(world, unsavable_runs, str(tmp_path))):
+        assert "HSP-212" in found["taken"]
+        assert f"process {os.getpid()} on " in found["taken"]
         for name in UNSAVABLE:
             text, steps = found[name]
             assert f"HSP-213 Unsavable: {name} cannot be written" in text
@@ -269,6 +219,8 @@ def test_what_no_disk_could_take_is_named_before_the_first_step(tmp_path, world)
         assert steps == 2  # at once
         for name in list(UNSAVABLE)[:3]:
             assert found[f"{name} at the end"] == (1 if rank == 0 else 0, 2)
+    other.unlock()
+    assert checkpoints(tmp_path / "taken") == []
     assert [path.name for path in checkpoints(tmp_path / "later")] == ["checkpoint-1"]
     for number, there in enumerate(
         ({"config.json"}, {"generation_config.json"}, {"config.json", "generation_config.json"})
@@ -277,52 +229,17 @@ def test_what_no_disk_could_take_is_named_before_the_first_step(tmp_path, world)
         assert {"model.safetensors", "training_args.json", *there} <= left
 
 
-def full_disk(rank, world, folder):
-    """A run on a disk of 1.5 MB: some checkpoints fit, and no other."""
-    libc = ctypes.CDLL(None)
-    target = os.fsencode(folder)
-    if libc.unshare(0x20000) or libc.mount(None, b"/", None, ctypes.c_ulong(0x4000 | 0x40000), None):
-        return None
-    if libc.mount(b"tmpfs", target, b"tmpfs", ctypes.c_ulong(0), b"size=1500k"):
-        return None
-    trainer = make_trainer(folder, world, hotspa_max_failed_saves=2)
-    with pytest.raises(CheckpointError) as caught:
-        train(trainer)
-    return type(caught.value), str(caught.value), trainer.state.global_step, [p.name for p in checkpoints(Path(folder))]
-
-
-def test_a_disk_that_is_full_ends_training_after_some_saves(tmp_path):
-    found = run_ranks(1, full_disk, str(tmp_path))[0]
-    if found is None:
-        pytest.skip("this process may not mount")
-    kind, text, steps, left = found
-    assert kind is CheckpointError
-    assert "No space left on device" in text or "are free" in text
-    assert steps == len(left) + 3 >= 4
-    assert left == [f"checkpoint-{step}" for step in range(len(left), 0, -1)]
-
-
-def test_too_many_failed_saves_end_training(tmp_path):
-    trainer = make_trainer(str(tmp_path), 1, hotspa_max_failed_saves=2)
-    refuse_steps(trainer, range(3, 99))
-    with pytest.raises(CheckpointError, match="No space left"):
-        train(trainer)
-    assert trainer.state.global_step == 5
-    assert checkpoints(tmp_path)[0].name == "checkpoint-2"
-
-
 def limited_file_size(rank, world, folder):
     """The system, not a double, refuses: files may not grow beyond 50 kB."""
     import resource
 
-    handler = Warnings()
-    logging.getLogger("hf_hotspa").addHandler(handler)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it may be a file, too
+    # standard output may be a file, too
+    with warnings_of_ours() as warnings, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         short = make_trainer(folder, world, max_steps=2)
         with pytest.raises(CheckpointError, match="none of its 2 saves succeeded; .*File too large"):
             train(short)
-        said = [message for message in handler.messages if "HSP-210" in message]
+        said = [message for message in warnings if "HSP-210" in message]
         trainer = make_trainer(folder, world, hotspa_max_failed_saves=2)
         with pytest.raises(CheckpointError, match=r"HSP-210.*File too large") as caught:
             train(trainer)
@@ -336,35 +253,6 @@ def test_a_limit_of_the_system(tmp_path):
         assert len(messages) == (2 if rank == 0 else 0)
         assert all("File too large" in message for message in messages)
     assert leftovers(tmp_path) == []
-    assert checkpoints(tmp_path) == []
-
-
-def test_a_directory_that_cannot_be_written_to_is_said_at_the_start(tmp_path):
-    (tmp_path / "file").write_text("")
-    trainer = make_trainer(str(tmp_path / "out"), 1)
-    trainer.args.output_dir = str(tmp_path / "file" / "out")
-    with pytest.raises(CheckpointError, match="HSP-210"):
-        train(trainer)
-    assert trainer.state.global_step == 0
-
-
-def second_job(rank, world, folder):
-    from hf_hotspa.checkpoint.format import folder as folder_module
-
-    folder_module._LOCK_PATIENCE_S = 0.2
-    try:
-        one_run(rank, world, folder, None, {})
-    except CheckpointLockError as error:
-        return str(error)
-    return "trained"
-
-
-def test_two_jobs_in_one_directory(tmp_path):
-    first = RunFolder(tmp_path)
-    first.lock()
-    texts = run_ranks(2, second_job, str(tmp_path))
-    first.unlock()
-    assert all("HSP-212" in text and f"process {os.getpid()} on " in text and "{" not in text for text in texts)
     assert checkpoints(tmp_path) == []
 
 
@@ -430,21 +318,13 @@ class Scores(TrainerCallback):
             state.best_metric, state.best_global_step = score, state.global_step
 
 
-@pytest.mark.parametrize(
-    ("limit", "left"), [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, 7), (3, 3))), (2, 2), (1, 1)]
-)
-def test_the_best_checkpoint_stays(tmp_path, limit, left):
-    trainer = make_trainer(
-        str(tmp_path),
-        1,
-        save_total_limit=limit,
-        callbacks=[Scores({2: 0.5, 3: 0.9, 5: 0.7})],
-        metric_for_best_model="loss",
-    )
-    losses = train(trainer)
-    assert len(losses) == STEPS
+@pytest.mark.parametrize("limit", [2, 1])
+def test_the_best_checkpoint_stays(tmp_path, limit):
+    options = {"save_total_limit": limit, "metric_for_best_model": "loss"}
+    trainer = make_trainer(str(tmp_path), 1, callbacks=[Scores({2: 0.5, 3: 0.9, 5: 0.7})], **options)
+    assert len(train(trainer)) == STEPS
     found = [path.name for path in checkpoints(tmp_path)]
-    assert len(found) == left
+    assert len(found) == limit
     assert "checkpoint-3" in found
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
 

@@ -9,7 +9,7 @@ Other faults and bad inputs, and the tests that hold them:
 
 | | fault | test |
 |---|---|---|
-| P | a rank is killed in a phase, a save, an evaluation, anywhere | here, test_checkpoint.py (at every write of a save), test_kills.py |
+| P | a rank is killed in a phase, a save, an evaluation, anywhere | here, test_kills.py (at every write of a save) |
 | P | ... during a switch | test_switch_faults.py::test_a_killed_peer |
 | P | a rank hangs, in a switch and elsewhere; it is named | test_switch_faults.py, test_overlap.py, here |
 | P | a dead rank outside the exchanging pair | test_switch_faults.py (worlds of 3 and 4) |

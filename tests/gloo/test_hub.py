@@ -1,7 +1,7 @@
 """What `hub_strategy` pushes at checkpoints, to a hub that is a double: no test talks to a network."""
 
-import logging
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import trainer as stock
 
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
-from tests.checkpoints import memory_folder
+from tests.checkpoints import memory_folder, warnings_of_ours
 from tests.harness import run_ranks
 from tests.training_runs import make_trainer, train
 
@@ -34,8 +34,6 @@ class Hub:
         return self
 
     def create_repo(self, name, **kwargs):
-        import types
-
         return types.SimpleNamespace(repo_id=f"me/{name}")
 
     def upload_folder(self, *, folder_path, commit_message, path_in_repo=None, **kwargs):
@@ -60,18 +58,14 @@ def pushing_run(rank, world, folder, case):
     """`(uploads, warnings)` of a run of three steps, of which each is saved, and its weights after the last one."""
     options = {**RUN, **CASES[case]}
     hub = stock.hf_api = Hub(rank, broken=case == "no network")
-    warnings = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("hf_hotspa").addHandler(handler)
     trainer = make_trainer(f"{folder}/a", world, **options)
     if case == "a slow network":
         hub.gate.clear()
         finish = trainer._finish_current_push
         # training is over before anything has been uploaded
         trainer._finish_current_push = lambda: (trainer.state.global_step == 3 and hub.gate.set(), finish())
-    train(trainer)
-    logging.getLogger("hf_hotspa").removeHandler(handler)
+    with warnings_of_ours() as warnings:
+        train(trainer)
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return hub.uploads, warnings, weights
 

@@ -72,10 +72,10 @@ def rehearse(rank, world, folder, options):
 
     class Clock(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            ends.append((counter.count, time.perf_counter()))
+            ends.append((len(counter.changes), time.perf_counter()))
 
     one_run(rank, world, folder, None, {**options, "callbacks": [Clock()]})
-    return Rehearsal(counter.count, ends[-1][0], time.perf_counter() - ends[0][1])
+    return Rehearsal(len(counter.changes), ends[-1][0], time.perf_counter() - ends[0][1])
 
 
 def life(rank, world, folder, meeting, plan, options):

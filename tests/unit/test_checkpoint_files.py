@@ -91,18 +91,6 @@ def test_a_manifest_round_trips():
     assert GOOD.share(GOOD.parameters[2], 1) == (0, 2)
 
 
-@given(position=st.integers(min_value=0), bit=st.integers(0, 7))
-def test_every_flipped_bit_of_a_manifest_is_found(position, bit):
-    data = bytearray(GOOD.text().encode())
-    data[position % len(data)] ^= 1 << bit
-    try:
-        text = bytes(data).decode()
-    except UnicodeDecodeError:
-        return
-    with pytest.raises(DamagedCheckpointError):
-        Manifest.parse(text, "here")
-
-
 def forged(**changes):
     """A manifest whose hash fits, with other contents."""
     data = json.loads(GOOD.text())
@@ -224,12 +212,11 @@ def test_missing_and_added_parameters_are_named():
 
 
 STOCK_PICKLES = "hf_hotspa/checkpoint/stock.py"
-STOCK_WRITER = "hf_hotspa/checkpoint/stock.py"  # what the stock Trainer goes on from is pickled by it, too
 
 
 def test_the_package_reads_and_writes_no_pickles():
     """And runs no text: whoever can write a file must not be able to run code. One file reads those of a stock Trainer's
-    checkpoint, as tensors and plain values only; another writes what only a stock Trainer reads."""
+    checkpoint, as tensors and plain values only, and writes what only a stock Trainer reads."""
     forbidden = {"pickle", "eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "__import__"}
     found, loads = [], []
     for file in source_files(*PACKAGE_FOLDERS):
@@ -240,7 +227,7 @@ def test_the_package_reads_and_writes_no_pickles():
             if file == STOCK_PICKLES and names == ["torch.load"]:
                 loads.append({keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords})
                 continue
-            if file == STOCK_WRITER and names == ["torch.save"]:
+            if file == STOCK_PICKLES and names == ["torch.save"]:
                 continue
             found += [f"{file}:{node.lineno} {name}" for name in names if name in forbidden]
             # saying in so many words that nothing is trusted is fine

@@ -8,18 +8,18 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hotspa.checkpoint.format import folder as folder_module
-from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, check_step, checkpoints
-from hf_hotspa.checkpoint.format.manifest import verify
+from hf_hotspa.checkpoint.format.manifest import read_manifest, verify
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, DamagedCheckpointError
 from hf_hotspa.process_lock import ProcessLock
-from tests.checkpoints import memory_folder, write_checkpoint
+from tests.checkpoints import FaultyDisk, die, memory_folder, write_checkpoint
 
 
 @pytest.fixture
@@ -28,26 +28,10 @@ def tmp_path():
         yield folder
 
 
-class RecordingDisk(Disk):
-    """Notes every change; at the `fatal`-th one it does what `end` says."""
-
-    def __init__(self, fatal=None, end=None):
-        self.changes, self.fatal, self.end = [], fatal, end
-
-    def before(self, change, path):
-        self.changes.append((change, path.name))
-        if len(self.changes) - 1 == self.fatal:
-            self.end()
-
-
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch):
     """A process that dies loses nothing that it has written; what must be synced and when is a test of its own."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -80,17 +64,17 @@ def in_child(action):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def save_and_rotate(disk, path, step=20):
-    run = RunFolder(path, disk)
-    run.rotate(write_checkpoint(run, step), 2)
-
-
-def count_changes(path, step=20):
-    disk = RecordingDisk()
+def save_and_rotate(disk, path, step):
     run = RunFolder(path, disk)
     run.rotate(write_checkpoint(run, step), 2)
     run.unlock()
-    return disk.changes
+
+
+def refuse(code):
+    def action(change, path):
+        raise OSError(code, os.strerror(code))
+
+    return action
 
 
 def prepare(path, steps):
@@ -106,12 +90,14 @@ def test_a_kill_at_any_point_loses_nothing(tmp_path, new_run, step):
     prepare(template, [10, 20])
     rehearsal = tmp_path / "rehearsal"
     shutil.copytree(template, rehearsal)
-    changes = count_changes(rehearsal, step)
+    disk = FaultyDisk()
+    save_and_rotate(disk, rehearsal, step)
+    changes = disk.changes
     assert Counter(change for change, _ in changes)["rename"] >= 2
     for point in range(len(changes)):
         path = tmp_path / f"point-{point}"
         shutil.copytree(template, path)
-        assert in_child(lambda: save_and_rotate(RecordingDisk(point, die), path, step)) == -signal.SIGKILL  # noqa: B023
+        assert in_child(partial(save_and_rotate, FaultyDisk(point, die), path, step)) == -signal.SIGKILL
         # what carries the name of a checkpoint is one, whatever happened
         for found in checkpoints(path):
             check_step(found, verify(found))
@@ -131,7 +117,7 @@ def test_a_kill_at_any_point_loses_nothing(tmp_path, new_run, step):
 
 
 def test_everything_is_synced_before_the_commit(tmp_path, new_run):
-    disk = RecordingDisk()
+    disk = FaultyDisk()
     write_checkpoint(new_run(disk), 7)
     changes = disk.changes
     commit = next(i for i, (change, name) in enumerate(changes) if change == "rename" and name.startswith(".tmp"))
@@ -146,18 +132,14 @@ def test_everything_is_synced_before_the_commit(tmp_path, new_run):
     assert changes[commit + 1] == ("sync", "run")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES, errno.EDQUOT])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
 def test_whatever_the_disk_refuses_leaves_the_older_ones(tmp_path, new_run, code):
-    path = tmp_path / "run"
+    path, disk = tmp_path / "run", FaultyDisk()
     prepare(path, [10])
-
-    def refuse():
-        raise OSError(code, os.strerror(code))
-
-    changes = count_changes_of_save(tmp_path / "rehearsal")
+    write_checkpoint(new_run(disk, tmp_path / "rehearsal"), 20)
+    changes = disk.changes
     for point in range(len(changes)):
-        disk = RecordingDisk(point, refuse)
-        run = new_run(disk)
+        run = new_run(FaultyDisk(point, refuse(code)))
         committed = save_or_abandon(run, os.strerror(code))
         run.unlock()
         if committed is None and (path / "checkpoint-20").exists():
@@ -173,34 +155,18 @@ def test_whatever_the_disk_refuses_leaves_the_older_ones(tmp_path, new_run, code
 
 def save_or_abandon(run, text):
     """What a rank does; None when the disk refused, with a message that says why."""
-    temporary, refused = None, None
+    made = []
     try:
-        temporary = run.begin(20)
-        return write_into(run, temporary)
+        return write_checkpoint(run, 20, prepare=made.append)
     except CheckpointError as error:
         refused = str(error)
     except OSError as error:  # of a rank's own files, which the collective save turns into a `CheckpointError`
         refused = f"{error} Fix: "
-    if temporary is not None:
+    for temporary in made:
         run.abandon(temporary)
     assert text in refused
     assert "Fix: " in refused
     return None
-
-
-def write_into(run, temporary):
-    from tests.checkpoints import tiny_manifest, write_rank
-
-    records = [record for rank in range(2) for record in write_rank(run.disk, temporary, 20, rank)]
-    return run.commit(temporary, tiny_manifest(20, tuple(records), run.run))
-
-
-def count_changes_of_save(path):
-    disk = RecordingDisk()
-    run = RunFolder(path, disk)
-    write_into(run, run.begin(20))
-    run.unlock()
-    return disk.changes
 
 
 def test_a_directory_that_cannot_be_made(tmp_path, new_run):
@@ -350,31 +316,20 @@ def test_the_last_one_is_read_back_before_the_others_go(tmp_path, new_run):
     run = new_run()
     write_checkpoint(run, 1)
     newest = write_checkpoint(run, 2)
-    damage_behind_the_back(run, newest)
+    damage(newest)  # the disk returns something else than was written: size and times say nothing
+    run._verified[newest] = folder_module._signature(newest, read_manifest(newest))
     run.rotate(newest, 1)
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
     run.rotate(newest, 0)
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
 
 
-def damage_behind_the_back(run, path):
-    """The disk returns something else than was written: size and times say nothing."""
-    damage(path)
-    from hf_hotspa.checkpoint.format.manifest import read_manifest
-
-    run._verified[path] = folder_module._signature(path, read_manifest(path))
-
-
 def test_rotation_never_fails_a_save(tmp_path, new_run):
     prepare(tmp_path / "run", [1, 2, 3])
-
-    def refuse():
-        raise OSError(errno.EBUSY, "busy")
-
     for point in range(4):
         run = new_run()
         run.lock()
-        run.disk = RecordingDisk(point, refuse)
+        run.disk = FaultyDisk(point, refuse(errno.EBUSY))
         run.rotate(tmp_path / "run" / "checkpoint-3", 1)
         assert run.verified(tmp_path / "run" / "checkpoint-3")
         run.unlock()

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 
@@ -137,23 +136,3 @@ def check_after(folder, acknowledged, what):
     run.unlock()
     assert good, what
     assert max(good) >= acknowledged, what
-
-
-def test_the_model_finds_what_is_not_synced(tmp_path):
-    """Without the syncs the same replay loses checkpoints: the test above can fail."""
-    recorded = tmp_path / "recorded"
-    disk = Recorder()
-    run = RunFolder(recorded, disk)
-    write_checkpoint(run, 1)
-    run.unlock()
-    events = [event for event in disk.events if event[0] not in ("fsync", "dirsync")]
-    lost = 0
-    for number in range(20):
-        folder = Path(tmp_path, f"after-{number}")
-        folder.mkdir()
-        replay(survivors(events, random.Random(number)), recorded, folder)
-        try:
-            check_after(folder, 1, number)
-        except AssertionError:
-            lost += 1
-    assert lost > 10

@@ -374,7 +374,7 @@ def test_a_cold_start_leaves_torch_out(tmp_path: Path) -> None:
     checkpoint = str(write_checkpoint(saving, 3))
     saving.unlock()
     commands = [
-        [], ["report", run], ["compare", run, run], ["inspect", checkpoint], ["verify", checkpoint], ["train", "--help"],
+        [], ["env"], ["report", run], ["compare", run, run], ["inspect", checkpoint], ["verify", checkpoint], ["train", "--help"],
         ["formulas", "llama2-7b", "--nodes", "4x8"], [*plan, "--json"],
     ]  # fmt: skip
     code = f"""

@@ -1,6 +1,5 @@
 """What an uncaught error shows: once on a node, short where the user can repair it, with a traceback where not."""
 
-import json
 import os
 import sys
 
@@ -128,9 +127,3 @@ def test_the_arguments_install_it(tmp_path, monkeypatch):
     assert isinstance(hook, uncaught._Hook)
     uncaught.show_errors_once()
     assert sys.excepthook is hook
-
-
-def test_the_file_is_what_torch_writes(ranks, tmp_path):
-    ranks(WRONG)
-    found = json.loads((tmp_path / "attempt_0" / "0" / "error.json").read_text())
-    assert found["message"]["message"] == WRONG.lines()
