@@ -114,30 +114,35 @@ def ranks_of(launcher):
 
 
 @contextmanager
-def running_job(tmp_path):
-    """A job of two processes that has saved its first checkpoint."""
-    data, tokenizer = make_data(tmp_path), make_tokenizer(tmp_path)
-    arguments = (
-        f"{SMALL.replace('--max_steps 3', '--max_steps 2000')} --use_cpu --dataset {data} --tokenizer {tokenizer} "
-        f"--output_dir {tmp_path / 'out'} --hotspa_strategies dp2:64@128,tp2:256 --hotspa_overlong split --save_steps 5"
-    )
-    line = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2",
-            "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
-    script = [str(ROOT / "examples" / "demo.py"), *arguments.split()]
-    with (tmp_path / "log").open("w") as log:
+def running(folder, line, is_ready):
+    """A job of `python -m`, as soon as it is ready; what it says goes to `log`."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with (folder / "log").open("w") as log:
         job = subprocess.Popen(
-            [*line, *script], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log,
-            start_new_session=True,
+            [sys.executable, "-m", *line.split()], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         try:
             deadline = time.monotonic() + 120
-            while not checkpoints(tmp_path / "out"):
-                assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            while not is_ready():
+                assert job.poll() is None, (folder / "log").read_text()[-3000:]
                 assert time.monotonic() < deadline
-                time.sleep(0.2)
+                time.sleep(0.1)
             yield job
         finally:
             job.kill()
+
+
+def running_job(tmp_path):
+    """A job of two processes that has saved its first checkpoint."""
+    data, tokenizer = make_data(tmp_path), make_tokenizer(tmp_path)
+    line = (
+        "accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes 2 --mixed_precision no --dynamo_backend no "
+        f"--main_process_port 0 {ROOT / 'examples' / 'demo.py'} {SMALL.replace('--max_steps 3', '--max_steps 2000')} --use_cpu "
+        f"--dataset {data} --tokenizer {tokenizer} --output_dir {tmp_path / 'out'} --hotspa_strategies dp2:64@128,tp2:256 "
+        "--hotspa_overlong split --save_steps 5"
+    )
+    return running(tmp_path, line, lambda: checkpoints(tmp_path / "out"))
 
 
 @pytest.mark.slow
@@ -187,23 +192,12 @@ make_trainer("out", 1, save_steps=100, callbacks=[Long()]).train()
 @pytest.mark.slow
 def test_the_second_press_in_a_long_step_ends_the_job_at_once(tmp_path):
     (tmp_path / "script.py").write_text(LONG_STEP)
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "script.py"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with (tmp_path / "log").open("w") as log:
-        job = subprocess.Popen(
-            line, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, stdout=log, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            while not (tmp_path / "ready").exists():
-                assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
-                time.sleep(0.1)
-            os.killpg(job.pid, signal.SIGINT)
-            time.sleep(1.5)
-            os.killpg(job.pid, signal.SIGINT)  # which torch's launcher passes on as SIGTERM
-            assert job.wait(120) == 1
-        finally:
-            job.kill()
+    line = "torch.distributed.run --standalone --nproc_per_node 1 script.py"
+    with running(tmp_path, line, (tmp_path / "ready").exists) as job:
+        os.killpg(job.pid, signal.SIGINT)
+        time.sleep(1.5)
+        os.killpg(job.pid, signal.SIGINT)  # which torch's launcher passes on as SIGTERM
+        assert job.wait(120) == 1
     said = (tmp_path / "log").read_text()
     assert said.count("Ctrl-C: training stops after this step and saves; press again to stop at once") == 1
     assert "closing signal SIGTERM" in said

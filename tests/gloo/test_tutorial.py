@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from hf_hotspa.cli import main
 from hf_hotspa.trainer.trainer import HotSPaTrainer
+from tests.gloo.test_examples_run import executed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -67,8 +68,13 @@ def reader(tmp_path, monkeypatch):
 
 
 def test_every_block_of_the_tutorial_runs(reader, monkeypatch, capsys):
-    interrupt = Interrupt()
-    monkeypatch.setattr(HotSPaTrainer, "__init__", added(HotSPaTrainer.__init__, interrupt))
+    interrupt, init = Interrupt(), HotSPaTrainer.__init__
+
+    def with_interrupt(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.add_callback(interrupt)
+
+    monkeypatch.setattr(HotSPaTrainer, "__init__", with_interrupt)
     for language, title, text in BLOCK.findall(PAGE.read_text()):
         run(language, title, text)
     assert interrupt.begun == [0, 6]  # the step that runs is finished
@@ -92,21 +98,12 @@ def test_the_notebook_is_the_page():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_cell_of_the_notebook_runs(reader):
-    import nbformat
-    from nbclient import NotebookClient
-
-    notebook = nbformat.read(NOTEBOOK["NOTEBOOK"], as_version=4)
-    nbformat.validate(notebook)
     commands = reader / "commands"
     commands.mkdir()
     (commands / "pip").write_text("#!/bin/sh\n")  # everything is installed
     (commands / "pip").chmod(0o755)
     path = os.pathsep.join((str(commands), str(Path(sys.executable).parent), os.environ["PATH"]))
-    environment = {**os.environ, "PATH": path, "HF_HOTSPA_CACHE": str(reader / "cache"), "OMP_NUM_THREADS": "1"}
-    client = NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": reader}})
-    client.execute(env=environment)
-
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    cells = executed(NOTEBOOK["NOTEBOOK"], reader, 500, PATH=path, HF_HOTSPA_CACHE=str(reader / "cache"))
     ran = {cell.source: "".join(output.get("text", "") for output in cell.outputs) for cell in cells}
     assert not [text for text in ran.values() if "Traceback" in text or " error: " in text]
     assert "predicted" in ran[next(source for source in ran if source.startswith("!hf-hotspa plan"))]
@@ -114,13 +111,3 @@ def test_every_cell_of_the_notebook_runs(reader):
     assert (reader / "out" / "checkpoint-36").is_dir()
     assert (reader / "served" / "model.safetensors").exists()
     assert ran[cells[-1].source].strip()  # the answer
-
-
-def added(init, callback):
-    """The constructor of a trainer that has one more callback."""
-
-    def made(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        self.add_callback(callback)
-
-    return made
