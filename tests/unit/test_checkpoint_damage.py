@@ -39,27 +39,8 @@ def extend(rng, path, other):
         file.write(rng.randbytes(rng.randint(1, 9)))
 
 
-def zero_block(rng, path, other):
-    file = rng.choice(files_of(path))
-    data = bytearray(file.read_bytes())
-    start = rng.randrange(len(data))
-    length = rng.randint(1, 64)
-    zeros = bytes(len(data[start : start + length]))
-    if data[start : start + length] == zeros:  # nothing would change
-        zeros = b"\1" * len(zeros)
-    data[start : start + length] = zeros
-    file.write_bytes(data)
-
-
 def remove(rng, path, other):
     rng.choice(files_of(path)).unlink()
-
-
-def swap(rng, path, other):
-    first, second = rng.sample(files_of(path), 2)
-    data = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(data)
 
 
 def stale(rng, path, other):
@@ -120,7 +101,7 @@ def files_of(path):
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-KINDS = [flip_bit, truncate, extend, zero_block, remove, swap, stale, link, folder, pipe, other_directory, fuzz_json]
+KINDS = [flip_bit, truncate, extend, remove, stale, link, folder, pipe, other_directory, fuzz_json]
 
 
 def test_no_damage_goes_unnoticed(tmp_path):
