@@ -61,8 +61,7 @@ class HotspaError(Exception):
     def from_dict(data: dict[str, str | None]) -> "HotspaError":
         """The inverse of `to_dict`; an unknown code gives a plain `HotspaError`."""
         cls = HotspaError._by_code.get(str(data["code"]), HotspaError)
-        error = cls(str(data["what"]), where=data.get("where"), why=data.get("why"), fix=data.get("fix"))
-        return error
+        return cls(str(data["what"]), where=data.get("where"), why=data.get("why"), fix=data.get("fix"))
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword-only arguments would be lost by the default pickling
         return HotspaError.from_dict, (self.to_dict(),)

@@ -48,26 +48,20 @@ class ProcessLock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             try:
                 taken = self._wait(descriptor, deadline)
-                current = not taken or self._is_at_path(descriptor)
+                if taken and self._is_at_path(descriptor):
+                    self.left_behind = os.pread(descriptor, _MAX_OWNER, 0).decode(errors="replace")
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, owner.encode(), 0)
+                    _descriptors[self._key] = descriptor
+                    return True
             except BaseException:
-                os.close(descriptor)
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
                 raise
-            if taken and current:
-                break
             os.close(descriptor)
             if not taken:
                 return False
             # the previous holder removed the file meanwhile: the next process would lock another file
-        try:
-            self.left_behind = os.pread(descriptor, _MAX_OWNER, 0).decode(errors="replace")
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, owner.encode(), 0)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-            raise
-        _descriptors[self._key] = descriptor
-        return True
 
     def _is_at_path(self, descriptor: int) -> bool:
         try:

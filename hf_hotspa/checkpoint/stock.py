@@ -144,13 +144,9 @@ class StockCheckpoint:
         load_optimizer(bare, master, states, {"class": kind, "groups": plain, "scalars": {}}, str(self.path))
 
     def _of_share(self, optimizer: Optimizer, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
-        spec, start, stop, *_ = share
         of_kind = states_of(type(optimizer))
         if of_kind.library_of(type(optimizer)) is None:
-            return {
-                key: self._share(value, spec.shape, spec.shard_dim, start, stop, f"{key} of {spec.name}")
-                for key, value in state.items()
-            }
+            return {key: self._share(key, value, share) for key, value in state.items()}
         flat = dict[str, Any]()
         for part in (state, *state.values()):  # bitsandbytes hides states from FSDP
             if isinstance(part, Mapping):
@@ -179,23 +175,21 @@ class StockCheckpoint:
             fix="resume with the same optim",
         )
 
-    def _share(
-        self, value: object, shape: tuple[int, ...], shard_dim: int | None, start: int, stop: int, what: str
-    ) -> Any:
+    def _share(self, key: str, value: object, share: MasterShare) -> Any:
+        spec, start, stop, *_ = share
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
-        if value.shape != shape:
+        if value.shape != spec.shape:
             raise ResumeError(
-                f"{what} is {list(value.shape)} in {OPTIMIZER!r}, and the parameter is {list(shape)}",
+                f"{key} of {spec.name} is {list(value.shape)} in {OPTIMIZER!r}, and the parameter is {list(spec.shape)}",
                 where=str(self.path),
                 fix="resume with the same model and the same optim",
             )
-        return to_storage(value, shard_dim)[start:stop].clone()
+        return to_storage(value, spec.shard_dim)[start:stop].clone()
 
     def check_scheduler(self, scheduler: LRScheduler) -> None:
         """Raises `ResumeError` if another kind of scheduler saved the state."""
-        own = scheduler.state_dict()
-        if own.keys() != self.scheduler.keys():
+        if scheduler.state_dict().keys() != self.scheduler.keys():
             raise ResumeError(
                 f"{SCHEDULER!r} holds the state of another scheduler than {type(scheduler).__name__}",
                 where=str(self.path),

@@ -6,7 +6,7 @@ Owns the start of these processes, and passes their result or error to the print
 import os
 import sys
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,30 +23,30 @@ from hf_hotspa.parallel import backends
 _TIMEOUT = timedelta(minutes=10)
 
 
-class _Request(NamedTuple):
-    """A model's config, and what `run` is asked for."""
-
-    config: dict[str, object]
-    dtype: str | None
-    force: bool
-    quiet: bool
-    base: FrozenBase | None
-
-    def measure(self) -> Calibration:
-        device = None
-        if torch.cuda.is_available():
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
-        progress = None if self.quiet else lambda text: print(printable(text), file=sys.stderr, flush=True)
-        fields = {key: value for key, value in self.config.items() if key != "model_type"}
-        return calibrate(
-            AutoConfig.for_model(str(self.config["model_type"]), **fields),
-            compute_dtype=getattr(torch, self.dtype) if self.dtype is not None else None,
-            device=device,
-            force=self.force,
-            base=self.base,
-            procedure=Procedure(progress=progress),
-        )
+def _measure(
+    rank: int,
+    world_size: int,
+    config: dict[str, object],
+    dtype: str | None,
+    force: bool,
+    quiet: bool,
+    base: FrozenBase | None,
+) -> Calibration:
+    """Collective; for the arguments see `run`."""
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    progress = None if quiet else lambda text: print(printable(text), file=sys.stderr, flush=True)
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    return calibrate(
+        AutoConfig.for_model(str(config["model_type"]), **fields),
+        compute_dtype=getattr(torch, dtype) if dtype is not None else None,
+        device=device,
+        force=force,
+        base=base,
+        procedure=Procedure(progress=progress),
+    )
 
 
 def run(
@@ -60,7 +60,7 @@ def run(
 ) -> Calibration | None:
     """Calibrates a model. Returns None on ranks above 0 of a launcher. Raises `HotspaError`: the input is wrong, or a
     rank failed."""
-    request = _Request(read_config(model), dtype, force, quiet, base)
+    request = read_config(model), dtype, force, quiet, base
     if dtype is not None:
         dtype_bytes(dtype)
     launched, gpus = int(os.environ.get("WORLD_SIZE", "0")), torch.cuda.device_count()
@@ -68,39 +68,30 @@ def run(
         if processes not in (None, launched):
             fix = "leave --processes out"
             raise HotspaConfigError(f"--processes {processes}, and the launcher started {launched}", fix=fix)
-        return _run_launched(request)
+        return _run_launched(*request)
     count = processes if processes is not None else gpus or os.cpu_count() or 1
     if count < 1:
         raise HotspaConfigError(f"{count} processes cannot measure anything", fix="use at least 1")
     if count > gpus > 0:
         raise HotspaConfigError(f"{count} processes on {gpus} GPUs", fix="use at most one process a GPU")
-    return _run_own(request, count)
-
-
-def _backend() -> str:
-    return backends.backend_for("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _run_launched(request: _Request) -> Calibration | None:
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group(_backend(), timeout=_TIMEOUT)
-    rank = dist.get_rank()
     try:
-        calibration = request.measure()
-    finally:
-        if ours:
-            dist.destroy_process_group()
-    return calibration if rank == 0 else None
-
-
-def _run_own(request: _Request, count: int) -> Calibration:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return run_world(count, _measure, request, timeout_s=_TIMEOUT.total_seconds(), device=device)
+        return run_world(count, _measure, *request, timeout_s=_TIMEOUT.total_seconds(), device=_device())
     except WorldError as failure:
         raise PeerError(f"a process failed: {failure}", where="calibration") from failure
 
 
-def _measure(rank: int, world_size: int, request: _Request) -> Calibration:
-    return request.measure()
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _run_launched(*request: Any) -> Calibration | None:
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group(backends.backend_for(_device()), timeout=_TIMEOUT)
+    rank = dist.get_rank()
+    try:
+        calibration = _measure(rank, dist.get_world_size(), *request)
+    finally:
+        if ours:
+            dist.destroy_process_group()
+    return calibration if rank == 0 else None

@@ -39,12 +39,10 @@ class CommandParser(argparse.ArgumentParser):
         known = self._option_string_actions
         if name in known or not name.startswith("-") or name in ("-", "--") or _NUMBER.match(name):
             return word
-        if not name.startswith("--"):
-            if name[:2] not in known:  # else the value follows without a space, such as -ofile
-                self.error(unknown_flag(name, [flag[2:] for flag in known if flag.startswith("--")]))
+        if name[:2] in known:  # the value follows without a space, such as -ofile
             return word
         long = [flag for flag in known if flag.startswith("--")]
-        meaning = spelled(name, long)
+        meaning = spelled(name, long) if name.startswith("--") else None
         if meaning is None:
             self.error(unknown_flag(name, [flag[2:] for flag in long]))
         return f"{meaning}{equals}{value}"

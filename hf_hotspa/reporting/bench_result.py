@@ -158,11 +158,10 @@ class BenchResult:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "BenchResult":
         """Reads a file of `save`. Raises `HotspaConfigError`: it is missing, damaged, or of another kind."""
+        data = read_json(path, KIND, SCHEMA_VERSION, REMEDY)
         try:
-            return typed(read_json(path, KIND, SCHEMA_VERSION, REMEDY), cls)
+            return typed(data, cls)
         except ValueError as error:
-            if isinstance(error, HotspaConfigError):
-                raise
             raise HotspaConfigError(f"the result cannot be read: {error}", where=str(path), fix=REMEDY) from None
 
     @property

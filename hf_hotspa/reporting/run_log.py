@@ -286,14 +286,9 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
 
 
 @dataclass(frozen=True)
-class _Evaluation:
+class _Metrics:
     step: Count
     metrics: dict[str, float | None]
-
-
-@dataclass(frozen=True)
-class _Log(_Evaluation):
-    pass
 
 
 @dataclass(frozen=True)
@@ -306,35 +301,24 @@ class _End:
     callback_s: dict[str, float]
 
 
-_KINDS: dict[str, type] = {
-    "step": StepRecord,
-    "eval": _Evaluation,
-    "log": _Log,
-    "save": _Save,
-    "end": _End,
-    "gain": MeasuredGain,
-}
-
-
 def _take(run: RunLog, steps: dict[int, StepRecord], data: Mapping[str, Any]) -> None:
     """Takes a line after a header; newer versions may write other kinds."""
     kind = data["kind"]
     run.ended = kind == "end" or (kind == "gain" and run.ended)
-    record: object = typed(data, _KINDS[kind]) if kind in _KINDS else None
-    match record:
-        case StepRecord():
+    match kind:
+        case "step":
+            record = typed(data, StepRecord)
             steps[record.step] = record
             run.memory = record.memory or run.memory
-        case _Log(step, metrics):
-            run.logs.append((step, metrics))
-        case _Evaluation(step, metrics):
-            run.evaluations.append((step, metrics))
-        case _Save(step):
-            run.saves.append(step)
-        case _End(callback_s):
-            run.callback_s = callback_s
-        case MeasuredGain():
-            run.gain = record
+        case "eval" | "log":
+            logged = typed(data, _Metrics)
+            (run.evaluations if kind == "eval" else run.logs).append((logged.step, logged.metrics))
+        case "save":
+            run.saves.append(typed(data, _Save).step)
+        case "end":
+            run.callback_s = typed(data, _End).callback_s
+        case "gain":
+            run.gain = typed(data, MeasuredGain)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import stat
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from hf_hotspa.errors import DamagedCheckpointError
 from hf_hotspa.typed import Count
@@ -26,7 +27,6 @@ Buffer = bytes | memoryview
 T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
-_CHUNK = 16 << 20
 
 DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2), "int64": ("I64", 8),
           "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "bool": ("BOOL", 1)}  # fmt: skip
@@ -61,7 +61,7 @@ def check_name(name: str, where: str) -> str:
 
 
 @contextlib.contextmanager
-def open_inside(folder: Path, name: str) -> Iterator[BinaryIO]:
+def open_inside(folder: Path, name: str) -> Iterator[BufferedReader]:
     """Opens a file below a checkpoint for reading; no part of the path may be a link. Raises `DamagedCheckpointError`:
     it is missing, unreadable, not a regular file, or its name is not allowed."""
     check_name(name, str(folder))
@@ -169,8 +169,8 @@ class Disk:
             name = check_name(path.relative_to(folder).as_posix(), str(folder))
             if path.is_dir():
                 self.sync_directory(path)
-                continue
-            records.append(self.record(folder, name))
+            else:
+                records.append(self.record(folder, name))
         return records
 
     def record(self, folder: Path, name: str) -> FileRecord:
@@ -213,10 +213,7 @@ def directory_mode() -> int:
     return 0o777 & ~mask
 
 
-def file_digest(file: BinaryIO) -> str:
+def file_digest(file: BufferedReader) -> str:
     """Returns the SHA-256, in hex, of a file from its beginning."""
     file.seek(0)
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
-    return digest.hexdigest()
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -92,7 +92,7 @@ class _Clock(TrainerCallback):
         return time.perf_counter()
 
 
-def save_model(config: dict[str, Any], folder: str) -> int:
+def save_model(rank: int, world_size: int, config: dict[str, Any], folder: str) -> int:
     """Saves random weights of a config, in fp32, for all sides; returns the number of parameters."""
     torch.manual_seed(0)
     fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
@@ -169,9 +169,7 @@ def _arguments(work: Work, kind: Callable[..., Any], **more: object) -> Any:
 
 
 def _model(work: Work, attention: str = "sdpa", **more: object) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        work.model, dtype=torch.float32, attn_implementation=attention, **more
-    )  # fmt: skip
+    return AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32, attn_implementation=attention, **more)
 
 
 def _stock(side: Contestant, work: Work, rows: list[Any], clock: _Clock, shape: tuple[int, int]) -> Trainer:
@@ -184,7 +182,7 @@ def _stock(side: Contestant, work: Work, rows: list[Any], clock: _Clock, shape: 
         from transformers.distributed import DistributedConfig
 
         more["distributed_config"] = DistributedConfig(fsdp_size=ranks)
-    trainer = Trainer(
+    return Trainer(
         model=_model(work, STOCK_KERNEL if varlen else "sdpa", **more),
         args=_arguments(
             work, TrainingArguments, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=accumulation
@@ -193,7 +191,6 @@ def _stock(side: Contestant, work: Work, rows: list[Any], clock: _Clock, shape: 
         data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=varlen) if flattened else padded,
         callbacks=[clock],
     )
-    return trainer
 
 
 def _ours(side: Contestant, work: Work, rows: list[Any], clock: _Clock, shape: tuple[int, int]) -> HotSPaTrainer:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from hf_hotspa.calibrate.model_calibration import Procedure, calibrate
 from hf_hotspa.commands import environment
 from hf_hotspa.commands.bench import contestants, exactness
-from hf_hotspa.commands.bench.contestants import ALONE, OURS, STOCK, Contestant
+from hf_hotspa.commands.bench.contestants import ALONE, OURS, STOCK, Contestant, save_model
 from hf_hotspa.commands.bench.workload import LengthFile, Work, llama
 from hf_hotspa.commands.rank_world import SHARED_GPU, WorldError, run_world
 from hf_hotspa.costs.calibration import Calibration
@@ -115,7 +115,7 @@ class Bench:
             machine=environment.facts(),
             ranks=self.ranks,
             devices=_devices(self.cuda, self.ranks),
-            topology=_topology() if self.cuda else "",
+            topology=_output("nvidia-smi", "topo", "-m") if self.cuda else "",
         )
 
     # -- parts ----------------------------------------------------------------------------------------------------
@@ -297,11 +297,6 @@ def _predicted_stock(plan: Plan, ranks: int) -> dict[str, float]:
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
-def save_model(rank: int, world_size: int, config: dict[str, Any], folder: str) -> int:
-    """Saves the untrained model; returns its parameters."""
-    return contestants.save_model(config, folder)
-
-
 def measure(rank: int, world_size: int, config: dict[str, Any], bf16: bool) -> Calibration:
     """Calibrates the model on these ranks: links, packs, switches, memory. Collective."""
     from transformers import AutoConfig
@@ -355,10 +350,6 @@ def _output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _topology() -> str:
-    return _output("nvidia-smi", "topo", "-m")
 
 
 def _program() -> str:
