@@ -90,7 +90,25 @@ class World:
     def result(self, limit_s: float | None = None) -> Any:
         """Returns the value of rank 0, once every rank has returned. Raises `WorldError`: with the traceback of the rank that
         failed first; or `limit_s` seconds are over. Raises `HotspaError`: as a rank did."""
-        return _collect(self.pipes, limit_s)
+        values: dict[int, Any] = {}
+        waiting, end = dict(enumerate(self.pipes)), None if limit_s is None else time.monotonic() + limit_s
+        while waiting:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready = connection.wait(list(waiting.values()), left)
+            if not ready:
+                raise WorldError(f"TimeoutError: no result within {limit_s:.0f} s")
+            failed = dict[int, str | HotspaError]()
+            for rank, pipe in list(waiting.items()):
+                if pipe not in ready:
+                    continue
+                ok, value = _received(pipe)
+                if not ok:
+                    failed[rank] = value
+                values[rank] = value
+                del waiting[rank]
+            if failed:
+                raise _cause(failed, waiting)
+        return values[0]
 
     @property
     def exit_codes(self) -> list[int | None]:
@@ -133,29 +151,6 @@ def run_world(
         return value
     finally:
         world.end(patience_s)
-
-
-def _collect(pipes: "list[connection.Connection[Any, Any]]", limit_s: float | None) -> Any:
-    """The value of rank 0, once every rank has returned."""
-    values: dict[int, Any] = {}
-    waiting, end = dict(enumerate(pipes)), None if limit_s is None else time.monotonic() + limit_s
-    while waiting:
-        left = None if end is None else max(0.0, end - time.monotonic())
-        ready = connection.wait(list(waiting.values()), left)
-        if not ready:
-            raise WorldError(f"TimeoutError: no result within {limit_s:.0f} s")
-        failed = dict[int, str | HotspaError]()
-        for rank, pipe in list(waiting.items()):
-            if pipe not in ready:
-                continue
-            ok, value = _received(pipe)
-            if not ok:
-                failed[rank] = value
-            values[rank] = value
-            del waiting[rank]
-        if failed:
-            raise _cause(failed, waiting)
-    return values[0]
 
 
 def _received(pipe: "connection.Connection[Any, Any]") -> tuple[bool, Any]:
