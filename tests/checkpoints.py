@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from hf_hotspa.checkpoint.format.disk import DTYPES, Disk, FileRecord, TensorRecord, tensor_file
 from hf_hotspa.checkpoint.format.folder import RunFolder
 from hf_hotspa.checkpoint.format.manifest import STATE, Manifest, SavedParameter, SavedSegment, rank_tensors
@@ -33,6 +35,13 @@ def warnings_of_ours() -> Iterator[list[str]]:
     logging.getLogger("hf_hotspa").addHandler(handler)
     yield said
     logging.getLogger("hf_hotspa").removeHandler(handler)
+
+
+@pytest.fixture(name="tmp_path")
+def memory_path() -> Iterator[Path]:
+    """For a test module that imports it: `tmp_path` is in memory."""
+    with memory_folder() as folder:
+        yield folder
 
 
 class FaultyDisk(Disk):

@@ -22,19 +22,13 @@ from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError, UnsavableError
-from tests.checkpoints import FaultyDisk, memory_folder, tiny_manifest, warnings_of_ours, write_rank
+from tests.checkpoints import FaultyDisk, memory_path, tiny_manifest, warnings_of_ours, write_rank  # noqa: F401
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks
 from tests.training_runs import STEPS, contents_of_shares, make_trainer, one_run, train
 from tests.unit.test_checkpoint_commands import command
 
 pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture
-def tmp_path():
-    with memory_folder() as folder:
-        yield folder
 
 
 def refuse(change, path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_hotspa.cli import main
+from hf_hotspa.reporting.page import all_panels
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
@@ -70,14 +71,8 @@ def made_short(command: str, folder: Path) -> str | None:
     if command in ("make lint", "make docs"):
         site = f' DOCS_ARGS="--site-dir {folder / "site"}"' if command == "make docs" else ""
         return f"make -o .venv/.hf_hotspa-installed {command.split()[1]}{site}"
-    if command.startswith(("accelerate launch ", "torchrun ")) and "examples/demo.py --use_cpu" in command:
-        return f"{command} {_TRAIN}{_STRATEGIES} {out}"
-    if command.startswith("accelerate launch ") and "examples/chat_lora.py --use_cpu" in command:
-        return f"{command} --max_steps 2 {out}"
-    if command.startswith("accelerate launch ") and re.search(
-        r"examples/(from_trl|trl_sft|trl_dpo|trl_reward|trl_grpo|trl_distill|train_images|qlora)\.py --use_cpu", command
-    ):
-        return f"{command} --max_steps 2 {out}"
+    if launched := re.match(r"(accelerate launch|torchrun) .*\bexamples/(\w+)\.py --use_cpu", command):
+        return f"{command} {_TRAIN + _STRATEGIES if launched[2] == 'demo' else '--max_steps 2'} {out}"
     if command == "hf-hotspa train --model path/to/model --dataset my.jsonl --use_cpu --processes 2":
         flags = (
             "--max_steps 2 --hotspa_mini_batch_size 4 --hotspa_strategies dp2:64@128,tp2:256 --hotspa_overlong truncate"
@@ -142,6 +137,10 @@ def test_a_command_made_short(command, workplace):
         run = read_run_log(workplace / "out")
         assert len(run.steps) == 2
         assert run.facts.world_size == (2 if "from_trl" in line or "--processes 2" in line else 4)
+    if command == "make train":  # with the strategies and flags of the Makefile
+        assert done.stdout.startswith("starting 4 processes of examples/demo.py")
+        assert "equal to what was trained: True" in done.stdout
+        assert [panel.name for panel in all_panels(run) if not panel.points] == ["race"]  # too few steps for one
 
 
 def test_every_command_is_known(tmp_path):

@@ -76,12 +76,6 @@ def result_of(*files: FileResult, error: float = 1e-9, devices: str = "4 x Tesla
     )
 
 
-def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    result = result_of(file_of(), file_of("chat", "b" * 16))
-    result.save(tmp_path / "bench.json")
-    assert BenchResult.load(tmp_path / "bench.json") == result
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -121,13 +115,11 @@ def test_a_stock_trainer_that_is_faster_or_equal_is_called_so(seconds: float, wo
     assert f"github: {words}" in file_of(seconds={DDP: seconds}).sentences[0]
 
 
-def test_noise_is_not_called_the_same() -> None:
+def test_noise_is_not_called_the_same_and_sides_are_compared_on_the_mini_batches_that_both_ran() -> None:
     noisy = replace(file_of().sides[DDP], rounds=((0.5, 2.0, 3.0),) * 2)
     first = replace(file_of(), sides={DDP: noisy, AUTO: file_of().sides[AUTO]}).sentences[0]
     assert first.startswith(f"github: Not clear, against {DDP}: 1.83x")
 
-
-def test_sides_are_compared_on_the_mini_batches_that_both_ran() -> None:
     file = file_of()
     short = replace(file.sides[DDP], rounds=((2.0, 2.0),))
     rival = replace(file, sides={**file.sides, DDP: short}).against(DDP)

@@ -11,15 +11,9 @@ import pytest
 from hf_hotspa.checkpoint.format.folder import RunFolder, check_step
 from hf_hotspa.checkpoint.format.manifest import MANIFEST, verify
 from hf_hotspa.errors import DamagedCheckpointError
-from tests.checkpoints import memory_folder, write_checkpoint
+from tests.checkpoints import memory_path, write_checkpoint  # noqa: F401
 
 MUTATIONS = 2000
-
-
-@pytest.fixture
-def tmp_path():
-    with memory_folder() as folder:
-        yield folder
 
 
 def flip_bit(rng, path, other):

@@ -19,13 +19,7 @@ from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, check_step, chec
 from hf_hotspa.checkpoint.format.manifest import read_manifest, verify
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, DamagedCheckpointError
 from hf_hotspa.process_lock import ProcessLock
-from tests.checkpoints import FaultyDisk, die, memory_folder, write_checkpoint
-
-
-@pytest.fixture
-def tmp_path():
-    with memory_folder() as folder:
-        yield folder
+from tests.checkpoints import FaultyDisk, die, memory_folder, memory_path, write_checkpoint  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -15,13 +15,7 @@ from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.errors import DamagedCheckpointError
-from tests.checkpoints import memory_folder, write_checkpoint
-
-
-@pytest.fixture
-def tmp_path():
-    with memory_folder() as folder:
-        yield folder
+from tests.checkpoints import memory_path, write_checkpoint  # noqa: F401
 
 
 class Recorder(Disk):

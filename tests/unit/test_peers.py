@@ -8,24 +8,12 @@ import pytest
 from contest import one_each  # type: ignore[import-not-found]
 from peers.live import SideError  # type: ignore[import-not-found]
 from peers.memory import Ladder, longest_held  # type: ignore[import-not-found]
-from peers.pages import (  # type: ignore[import-not-found]
-    BEGIN,
-    END,
-    csv_files,
-    families_block,
-    update_block,
-)
+from peers.pages import BEGIN, END, csv_files, families_block, update_block  # type: ignore[import-not-found]
 from peers.plan import our_works, paper_buckets  # type: ignore[import-not-found]
 from peers.profile import profile_tables  # type: ignore[import-not-found]
 from peers.results import Results, json_text, published  # type: ignore[import-not-found]
 from peers.sides import sides_of  # type: ignore[import-not-found]
-from peers.tables import (  # type: ignore[import-not-found]
-    cell_tables,
-    lines_of,
-    loss_spread,
-    near_the_fastest,
-    verdict,
-)
+from peers.tables import cell_tables, lines_of, loss_spread, near_the_fastest, verdict  # type: ignore[import-not-found]
 from peers.work import Work  # type: ignore[import-not-found]
 from side_by_side import CellRun  # type: ignore[import-not-found]
 

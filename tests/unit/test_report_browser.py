@@ -1,14 +1,12 @@
 """The page in a real browser, where one is installed: no console message, nothing that sticks out, in every dress."""
 
-import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from hf_hotspa.reporting.bench_result import bench_page, compared_page
-from hf_hotspa.reporting.page import all_panels, report_page
+from hf_hotspa.reporting.page import report_page
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.whole_file import write_whole
 from tests.run_logs import write_run
@@ -88,27 +86,3 @@ def test_the_pages_of_bench_in_a_browser(tmp_path, width):
 def test_a_panel_without_data_is_found(tmp_path):
     page = report_page(read_run_log(write_run(tmp_path, lengths=None)))
     assert seen(tmp_path, page)[7] == "panel-lengths"
-
-
-@pytest.mark.timeout(600)
-def test_every_panel_of_what_make_train_runs_has_data(tmp_path):
-    """Strategies and flags are those of the Makefile; only the steps are fewer, and the corpus is smaller."""
-    root = Path(__file__).resolve().parents[2]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(f'{{"text": "{"def f(x): return x + 1 " * (1 + 10 * n)}"}}\n' for n in range(48)))
-    arguments = f"--max_steps 3 --dataset {data} --vocab_size 400 --output_dir {tmp_path / 'out'}"
-    done = subprocess.run(
-        ["make", "-o", ".venv/.hf_hotspa-installed", "train", f"EXTRA_TRAIN_ARGS={arguments}"],
-        cwd=root,
-        env={**os.environ, "HF_HOTSPA_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("starting 4 processes of examples/demo.py")
-    assert "equal to what was trained: True" in done.stdout
-    run = read_run_log(tmp_path / "out")
-    assert [p.name for p in all_panels(run) if not p.points] == ["race"]  # three steps are too few for one
-    if BROWSER is not None:
-        assert seen(tmp_path, report_page(run))[6:8] == ["15", "panel-race"]
