@@ -200,8 +200,7 @@ def test_a_changed_model_is_named(name, change, fragments):
     compared()
     with pytest.raises(ResumeError) as caught:
         compared(**{name: replace(EXPECTED[name], **change)})
-    for fragment in fragments:
-        assert fragment in str(caught.value)
+    assert all(fragment in str(caught.value) for fragment in fragments)
 
 
 def test_missing_and_added_parameters_are_named():

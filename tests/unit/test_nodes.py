@@ -53,8 +53,5 @@ def test_errors_name_nodes():
     assert nodes.local(3) == 2
     one = nodes_from([said("a")] * 2)
     assert one.shown([1]) == one.behind("peer [10.0.0.2]:1") == ""
-
-
-def test_an_address_that_two_nodes_have_names_none():
-    shared = frozenset({"172.17.0.1"})
+    shared = frozenset({"172.17.0.1"})  # an address that two nodes have names none
     assert Nodes(("a", "b"), (shared, shared)).behind("peer [172.17.0.1]:1") == ""
