@@ -60,14 +60,10 @@ class _Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        ours, *others = map(_installed, (*LIBRARIES, "peft"))
+        installed = {name: version_of(name) for name in (*LIBRARIES, "peft")}
+        ours, *others = (f"no {name}" if own is None else f"{name} {own}" for name, own in installed.items())
         print(f"{ours} ({', '.join(others)})")
         parser.exit()
-
-
-def _installed(name: str) -> str:
-    installed = version_of(name)
-    return f"no {name}" if installed is None else f"{name} {installed}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -304,8 +300,7 @@ def _formulas(args: argparse.Namespace) -> None:
     setup = Setup.read(args.model or args.config, *inputs.machines(args), dtype=DTYPE)
     result = make_table(setup, args.batch, args.micro_batch, args.sequence)
     more = (each.of_formulas(setup, args.micro_batch, args.sequence) for each in settings_of_command(args))
-    result = replace(result, more=tuple(more))
-    print(json.dumps(result.to_dict(), indent=1) if args.json else formulas_text(result))
+    _print(replace(result, more=tuple(more)), args, formulas_text)
 
 
 _RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"

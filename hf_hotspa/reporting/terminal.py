@@ -30,28 +30,27 @@ def is_terminal() -> bool:
     return bool(getattr(sys.stdout, "isatty", lambda: False)())
 
 
-def plain_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Formats a title and aligned columns; the first row is the heading, `left` columns are flush left."""
-    rows = _clean(rows)
+def text_table(title: str, rows: Sequence[Sequence[str]], left: int = 1, terminal: bool | None = None) -> str:
+    """Returns a title and aligned columns, drawn by rich for a terminal; None checks standard output. `rows`: the first
+    one is the heading. `left`: columns that are flush left."""
+    title, rows = printable(title), [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
+    if is_terminal() if terminal is None else terminal:
+        return _drawn(title, rows, left)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [printable(title)] if title else []
+    lines = [title] if title else []
     for row in rows:
         cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def rich_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """As `plain_table`, drawn by rich with colours."""
+def _drawn(title: str, rows: Sequence[Sequence[str]], left: int) -> str:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    rows = _clean(rows)
-    table = Table(
-        title=Text(printable(title)) if title else None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False
-    )
+    table = Table(title=Text(title) if title else None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(rows[0]):
         table.add_column(Text(name), justify="left" if i < left else "right", style="bold" if i < left else "")
     for row in rows[1:]:
@@ -60,17 +59,6 @@ def rich_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
     Console(file=out, force_terminal=True).print(table)
     drawn = out.getvalue().rstrip("\n")
     return drawn.replace("\x1b", sys.stdout.escape) if isinstance(sys.stdout, CleanOutput) else drawn
-
-
-def _clean(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    return [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
-
-
-def text_table(title: str, rows: Sequence[Sequence[str]], left: int = 1, terminal: bool | None = None) -> str:
-    """Returns `rich_table` for a terminal, else `plain_table`; None checks standard output."""
-    if is_terminal() if terminal is None else terminal:
-        return rich_table(title, rows, left)
-    return plain_table(title, rows, left)
 
 
 def once(key: str) -> bool:
