@@ -83,14 +83,6 @@ def test_what_is_no_manifest(text, tmp_path):
         read_manifest(tmp_path)
 
 
-def test_a_manifest_round_trips():
-    assert Manifest.parse(GOOD.text(), "here") == GOOD
-    assert GOOD.share(GOOD.parameters[0], 0) == (0, 4)
-    assert GOOD.share(GOOD.parameters[0], 1) == (4, 6)
-    assert GOOD.share(GOOD.parameters[1], 0) == (0, 0)
-    assert GOOD.share(GOOD.parameters[2], 1) == (0, 2)
-
-
 def forged(**changes):
     """A manifest whose hash fits, with other contents."""
     data = json.loads(GOOD.text())

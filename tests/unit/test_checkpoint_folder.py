@@ -295,17 +295,6 @@ def check_rotation(path, steps, damaged, best, limit, touched, earlier_run):
     assert good == protected | set(others[: max(limit - len(protected), 0)])
 
 
-def test_checkpoints_of_an_earlier_run_go_first_whatever_their_steps(tmp_path, new_run):
-    old, new = [100, 200, 300], [1, 2]
-    run = new_run()
-    for step in (*old, *new):
-        write_checkpoint(run, step)
-    for time, step in enumerate((*old, *new)):
-        os.utime(tmp_path / "run" / f"checkpoint-{step}", (0, 10**9 + 2 * time))
-    run.rotate(tmp_path / "run" / "checkpoint-2", 3, [tmp_path / "run" / "checkpoint-100"])
-    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-100", "checkpoint-2"]
-
-
 def test_the_last_one_is_read_back_before_the_others_go(tmp_path, new_run):
     run = new_run()
     write_checkpoint(run, 1)
