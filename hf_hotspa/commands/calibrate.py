@@ -6,7 +6,6 @@ Owns the start of these processes, and passes their result or error to the print
 import os
 import sys
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from hf_hotspa.errors import HotspaConfigError, PeerError, printable
 from hf_hotspa.parallel import backends
 
 _TIMEOUT = timedelta(minutes=10)
+_Request = tuple[dict[str, object], str | None, bool, bool, FrozenBase | None]  # what `_measure` gets beside the rank
 
 
 def _measure(
@@ -68,7 +68,7 @@ def run(
         if processes not in (None, launched):
             fix = "leave --processes out"
             raise HotspaConfigError(f"--processes {processes}, and the launcher started {launched}", fix=fix)
-        return _run_launched(*request)
+        return _run_launched(request)
     count = processes if processes is not None else gpus or os.cpu_count() or 1
     if count < 1:
         raise HotspaConfigError(f"{count} processes cannot measure anything", fix="use at least 1")
@@ -84,7 +84,7 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _run_launched(*request: Any) -> Calibration | None:
+def _run_launched(request: _Request) -> Calibration | None:
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group(backends.backend_for(_device()), timeout=_TIMEOUT)
