@@ -56,18 +56,6 @@ def test_truncate_split_and_drop():
     assert (counts["num_dropped"], counts["num_rows"]) == (1, 2)
 
 
-def test_empty_rows_are_left_out_and_counted():
-    plan = plan_mini_batch([0, 1, 2], table_of(0, 1, 0), BUCKETS)
-    assert [(s.row, s.num_labels) for s in plan.sequences()] == [(1, 0)]
-    assert (plan.num_rows, plan.num_empty, plan.num_labels, plan.num_tokens) == (3, 2, 0, 1)
-
-
-def test_a_mini_batch_of_nothing_is_a_plan_without_phases():
-    plan = plan_mini_batch([0], table_of(0), BUCKETS)
-    assert plan.phases == ()
-    assert (plan.num_labels, plan.num_rows, plan.num_sequences) == (0, 1, 0)
-
-
 def test_edges_of_buckets_belong_to_the_shorter_one():
     table = table_of(1, 8, 9, 20, 21, 50)
     for buckets, expected in ((BUCKETS, [[1, 8], [9, 20], [21, 50]]), (BUCKETS[::-1], [[21, 50], [9, 20], [1, 8]])):

@@ -197,11 +197,6 @@ def test_rich_tables_hold_the_same_cells():
         assert text in drawn
 
 
-def test_once():
-    assert terminal.once("a test's own key")
-    assert not terminal.once("a test's own key")
-
-
 def test_pictures(tmp_path):
     paths = save_pictures(read_run_log(write_run(tmp_path)), tmp_path / "new")
     names = ["loss", "step_time", "switch_share", "tokens_per_second", "lengths"]

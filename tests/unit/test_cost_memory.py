@@ -277,31 +277,6 @@ def test_a_pipeline_holds_long_sequences_with_smaller_packs_beside_them(data: st
         assert model.breakdown(strategy, tokens + 1, longest=length, arena_bytes=arena).total > limit - 1
 
 
-def test_chunks_hold_one_chunk_and_the_keys_and_values_of_the_longest_sequence() -> None:
-    shape = llama(32, 4096, 32, 14336, kv_heads=8)
-    model = MemoryModel(ModelSizes(shape), 1)
-    chunk = model.breakdown(Strategy(), 8192)
-    carried = 32 * 8 * 128 * 2 * (2 * 2 + 4)  # layers; of keys and values: kept and joined in bf16, summed in fp32
-    for longest in (8192, 32768, 131072):
-        found = model.breakdown(Strategy(ck=8192), longest)
-        assert found.total == pytest.approx(chunk.total + carried * (longest - 8192))
-    assert model.breakdown(Strategy(ck=8192), 4096).total == model.breakdown(Strategy(), 4096).total
-    # with another graph kept: its activations, and its keys and values; in host memory: those of one layer,
-    # fetched, joined and the gradients of both, and those of the next layer, on their way
-    again = model.breakdown(Strategy(ck=8192, kg=1), 32768)
-    assert again.activations > model.breakdown(Strategy(ck=8192), 32768).activations + chunk.activations
-    grows = [model.breakdown(Strategy(ck=8192, kh=True), n).total for n in (32768, 131072)]
-    assert grows[1] - grows[0] == pytest.approx(8 * 128 * 2 * 5 * 2 * (131072 - 32768))
-    limit = 200 * GIB
-    most = {name: model.largest_pack(Strategy.parse(name), limit) for name in ("dp1", "dp1+rc", "dp1+ck4096")}
-    assert most["dp1"] < most["dp1+rc"]
-    assert most["dp1"] < most["dp1+ck4096"]
-    assert model.breakdown(Strategy(ck=4096), most["dp1+ck4096"]).total <= limit
-    halves = MemoryModel(ModelSizes(shape), 2)
-    grows = [halves.breakdown(Strategy(tp=2, ck=8192), n).total for n in (16384, 32768)]
-    assert grows[1] - grows[0] == pytest.approx(carried * 16384 / 2)
-
-
 def test_an_impossible_limit_names_what_would_work() -> None:
     model = MemoryModel(SIZES_7B, 8)
     capacities = Capacities(model, 24 * GIB)

@@ -1,11 +1,8 @@
 """The time model: schedules, coefficients, stages, and published step times."""
 
-import heapq
-import json
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -26,10 +23,8 @@ from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
-from hf_hotspa.packing.cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import operations, reaches
 from hf_hotspa.plan.switch_plan import overlapped_seconds
-from hf_hotspa.search.histogram import synthetic_lengths
 from hf_hotspa.strategy import Strategy
 from tests.random_models import plain
 from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B
@@ -105,20 +100,6 @@ def test_chunks_are_simulated_in_their_order() -> None:
             assert shared_pipelines([pipeline], 1, math.inf) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("stages", "chunks", "gain"), [(4, 4, 2.2), (4, 8, 2.7), (4, 16, 2.9), (2, 8, 1.7)])
-def test_one_long_sequence_fills_a_pipeline_in_chunks(stages: int, chunks: int, gain: float) -> None:
-    """16,384 tokens whose attention is a third of the work, with 200 tokens' worth of overhead for each chunk."""
-    a, overhead = 1 / 65536, 200.0
-    layer = Cost(a, 1.0, overhead)
-    model = TimeModel("test", StageCosts((1,) * 8), {1: layer})
-    whole = model.phase_seconds(Strategy(pp=stages), [[(16384,)]])
-    most = next(n for n in range(1, 16385) if num_chunks(16384, n, a) <= chunks)
-    found = model.phase_seconds(Strategy(pp=stages, ck=most), [[(16384,)]])
-    assert whole / found == pytest.approx(gain, abs=0.1)
-    seconds = model.phase_seconds(Strategy(pp=stages, ck=10**6), [[(16384,)]])
-    assert seconds == pytest.approx(whole)  # in one chunk
-
-
 # ------------------------------------------------------------------------------------------------------ coefficients
 
 
@@ -140,30 +121,6 @@ def test_packs_replicas_and_phases() -> None:
         model.phase_seconds(Strategy(1, 4, 1), [[(1,)]])
     assert model.knows(Strategy(1, 2, 2))
     assert not model.knows(Strategy(1, 4, 1))
-
-
-def test_a_recomputed_layer_takes_its_forward_pass_twice() -> None:
-    layer = Cost(1e-9, 1e-6, 1e-3)
-    model = model_of({1: layer}, heads={1: Cost(b=1e-5)}, forward_share=0.25)
-    whole = 4 * layer.of([100, 200])
-    for strategy, share in [(Strategy(1), 1.0), (Strategy(1, rc=1), 1.25), (Strategy(1, rc=2), 1.125)]:
-        assert model.phase_seconds(strategy, [[(100, 200)]]) == pytest.approx(whole * share + 300e-5)
-
-
-def test_chunks_run_twice_but_for_the_last_of_a_sequence() -> None:
-    layer = Cost(1e-9, 1e-6, 1e-3)
-    model = model_of({1: layer}, heads={1: Cost(b=1e-5)}, forward_share=0.25)
-    of_token, of_pack = 4e-6 + 1e-5, 4e-3
-    seconds = model.phase_seconds(Strategy(1, ck=100), [[(250, 30, 60), (80,)]])
-    # (0, 100), (100, 200), (200, 280); (280, 340); (0, 80): the first two forward once more
-    squares = 250**2 + 30**2 + 60**2 + 80**2 + 0.25 * 200**2
-    assert seconds == pytest.approx(4e-9 * squares + of_token * (420 + 0.25 * 200) + of_pack * (5 + 0.25 * 2))
-    # with the graph of one more chunk of the long sequence kept, 100 of its tokens run forward twice
-    seconds = model.phase_seconds(Strategy(1, ck=100, kg=1), [[(250, 30, 60), (80,)]])
-    squares = 250**2 + 30**2 + 60**2 + 80**2 + 0.25 * 100**2
-    assert seconds == pytest.approx(4e-9 * squares + of_token * (420 + 0.25 * 100) + of_pack * (5 + 0.25))
-    whole = Strategy(1), Strategy(1, ck=400)  # in one chunk, and without
-    assert len({model.phase_seconds(strategy, [[(250, 30, 60), (80,)]]) for strategy in whole}) == 1
 
 
 def test_layers_are_weighed_and_stages_cut_like_layouts() -> None:
@@ -222,61 +179,6 @@ def test_fit_refuses_what_is_no_measurement() -> None:
 
 
 # ------------------------------------------------------------------------------------------- published step times
-
-
-@dataclass(frozen=True)
-class OfStages(TimeModel):
-    """Published seconds of whole stages by (tp, pp), each stage alike."""
-
-    stages: Mapping[tuple[int, int], Cost] = field(default_factory=dict)
-
-    def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
-        return (self.stages[strategy.tp, strategy.pp],) * strategy.pp
-
-
-def hetu() -> TimeModel:
-    data = json.loads((DATA / "hetu_32b_coefficients.json").read_text())
-    rows = [*data["coefficients"], *data["derived"]]
-    stages = {(r["tp"], r["pp"]): Cost(r["a"], r["b"], r["c"]) * 1e-3 for r in rows}
-    return OfStages(data["source"], StageCosts((1,) * data["model"]["layers"]), stages=stages)
-
-
-def one_sequence_each(model: TimeModel, strategy: Strategy, lengths: list[int]) -> float:
-    """One sequence a micro-batch, the longest first to the least loaded replica: how the table was made, it seems."""
-    cost = model.stage_costs(strategy)[0]
-    replicas: list[tuple[float, int, list[tuple[int, ...]]]] = [(0.0, r, []) for r in range(strategy.dp)]
-    for length in sorted(lengths, reverse=True):
-        load, index, packs = replicas[0]
-        packs.append((length,))
-        heapq.heapreplace(replicas, (load + cost.of((length,)), index, packs))
-    return model.phase_seconds(strategy, [packs for *_, packs in replicas])
-
-
-def table_3(corpus: str) -> dict[tuple[str, Strategy], tuple[float, float]]:
-    """(range, strategy) -> (predicted, published) speed-up over the static strategy."""
-    data, model = json.loads((DATA / "table3.json").read_text()), hetu()
-    found = {}
-    groups = [g for name in ("C3", "C1", "C2") for g in data["results"][corpus][name]["groups"]]
-    for group in groups:
-        strategy = Strategy(**group["strategy"])
-        low, high = (int(edge) * 1024 for edge in group["range"].removesuffix("K").split("-"))
-        if strategy == Strategy(1, 16, 2):
-            continue
-        static = hot = 0.0
-        for seed in range(8):
-            lengths = [n for n in synthetic_lengths(corpus.lower(), 512, 32768, seed) if low < n <= high]
-            static += one_sequence_each(model, Strategy(1, 16, 2), lengths)
-            hot += one_sequence_each(model, strategy, lengths)
-        found[group["range"], strategy] = static / hot, group["speedup_from_printed_times"]
-    return found
-
-
-def test_six_github_ratios_of_table_3_within_a_fifth() -> None:
-    found = table_3("GitHub")
-    assert len(found) == 6
-    for (lengths, strategy), (predicted, published) in found.items():
-        print(f"GitHub {lengths:6} {strategy}: {predicted:.2f}, published {published:.2f}")
-        assert predicted == pytest.approx(published, rel=0.2)
 
 
 # ----------------------------------------------------------------------------------------------------- switch seconds

@@ -1,9 +1,9 @@
 """What `plan` answers to questions from one GPU to 64: both answers and the copied line, which agree with its own table."""
 
 import json
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +12,6 @@ from hf_hotspa.search.baselines import DYNAMIC, DataParallel
 from hf_hotspa.search.setup import PlannedSetup, Setup, make_plan
 from hf_hotspa.search.tables import plan_text
 from hf_hotspa.strategy import parse_buckets
-from tests.contract.commands import ROOT
 
 _QWEN3 = {
     "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 40960,
@@ -78,41 +77,16 @@ CASES = (
 )
 """`python -m tests.unit.test_questions` prints them as they are now."""
 
-ASKED: list[Any] = [
-    ("0.6B", "1x1", "4090-24g", FULL, "chat", 4096), ("8B", "1x1", "4090-24g", QLORA, "chat", 2048),
-    ("8B", "1x1", "4090-24g", QLORA, "github", 16384), ("8B", "1x1", "4090-24g", QLORA, "chat", 8192), ("8B", "1x1", "h100-80g", LORA, "chat", 8192),
-    ("0.6B", "1x1", "l4-24g", LORA, "uniform", 2048), ("0.6B", "1x2", "4090-24g", FULL, "chat", 8192),
-    ("8B", "1x2", "a100-80g", LORA, "github", 32768), ("8B", "1x4", "a100-80g", QLORA, "chat", 8192),
-    ("8B", "1x4", "l40s-48g", LORA, "commoncrawl", 16384), ("8B", "1x4", "h100-80g", FULL, "chat", 4096),
-    ("0.6B", "1x8", "t4-16g", LORA, "chat", 2048), ("8B", "1x8", "4090-24g", LORA, "chat", 4096),
-    ("8B", "1x8", "a100-80g", FULL, "chat", 8192), ("8B", "1x8", "h100-80g", FULL, "chat", 16384),
-    ("8B", "1x8", "h100-80g", FULL, "github", 32768), ("8B", "1x8", "h100-80g", LORA, "commoncrawl", 32768),
-    ("8B", "1x8", "b200-180g", FULL, "uniform", 8192), ("8B", "1x8", "mi300x-192g", FULL, "chat", 32768),
-    ("32B", "1x8", "h100-80g", LORA, "chat", 8192), ("32B", "1x8", "h200-141g", FULL, "github", 16384),
-    ("8B", "2x8", "h100-80g", FULL, "chat", 32768), ("8B", "2x8", "a100-80g", LORA, "github", 32768),
-    ("32B", "4x8", "h100-80g", FULL, "chat", 16384), ("32B", "4x8", "a100-80g", QLORA, "commoncrawl", 16384),
-    ("8B", "8x8", "h100-80g", FULL, "commoncrawl", 32768), ("32B", "8x8", "b200-180g", FULL, "chat", 32768),
-    ("llama2-7b", "1x1", "4090-24g", QLORA, "chat", 8192, 512),
-]  # fmt: skip
-"""The questions, of 64 rows a step, or as the last number says."""
 
-
-def ask(
-    folder: Path,
-    model: str,
-    nodes: str,
-    hardware: str,
-    task: dict[str, str],
-    lengths: str,
-    longest: int,
-    rows: int = 64,
-) -> PlannedSetup:
+def ask(folder: Path, case: Case) -> PlannedSetup:
+    model = case.model
     if model in MODELS:
         config = folder / f"{model}.json"
         config.write_text(json.dumps(MODELS[model]))
         model = str(config)
-    dtype = {"dtype": "float16"} if hardware == "t4-16g" else {}
-    return make_plan(Setup.read(model, nodes, hardware, **task, **dtype), lengths, longest, rows)
+    dtype = {"dtype": "float16"} if case.hardware == "t4-16g" else {}
+    setup = Setup.read(model, case.nodes, case.hardware, **case.task, **dtype)
+    return make_plan(setup, case.lengths, case.longest, case.rows)
 
 
 def begin(text: str, *words: str) -> str:
@@ -123,7 +97,7 @@ def begin(text: str, *words: str) -> str:
     "case", CASES, ids=lambda case: f"{case.model}-{case.nodes}-{case.hardware}-{case.lengths}-{case.longest}"
 )
 def test_a_question_is_answered_twice_and_nothing_contradicts_the_table(case: Case, tmp_path: Path) -> None:
-    planned = ask(tmp_path, case.model, case.nodes, case.hardware, case.task, case.lengths, case.longest, case.rows)
+    planned = ask(tmp_path, case)
     plan, data, text = planned.plan, planned.to_dict(), plan_text(planned)
     assert begin(plan.answer, YES, SAME, NO) == case.answer
     assert begin(plan.switching, PAYS, EQUAL, ONE) == case.switching
@@ -179,33 +153,17 @@ def test_a_question_is_answered_twice_and_nothing_contradicts_the_table(case: Ca
     assert data["copy"] == plan.to_copy
 
 
-def test_there_are_questions_from_one_gpu_to_64() -> None:
-    sizes = {int(a) * int(b) for a, b in (case.nodes.split("x") for case in CASES)}
-    assert len(CASES) >= 24
-    assert {1, 2, 4, 8, 16, 32, 64} <= sizes
-    assert {case.copy for case in CASES} == {OURS, STOCK}
-    assert {case.switching for case in CASES} == {PAYS, EQUAL, ONE}
-    assert {YES, SAME} <= {case.answer for case in CASES}
-    assert (ROOT / "hf_hotspa" / "reporting" / "gain_words.py").exists()
-
-
 def main() -> None:
-    import tempfile
-
-    names = {YES: "YES", SAME: "SAME", NO: "NO", PAYS: "PAYS", EQUAL: "EQUAL", ONE: "ONE", OURS: "OURS", STOCK: "STOCK"}
-    tasks = {id(FULL): "FULL", id(LORA): "LORA", id(QLORA): "QLORA"}
-    for asked in ASKED:
+    for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            plan = ask(Path(folder), *asked).plan
-        model, nodes, hardware, task, lengths, longest, *rows = asked
-        ends = (
-            begin(plan.answer, YES, SAME, NO),
-            begin(plan.switching, PAYS, EQUAL, ONE),
-            begin(plan.to_copy, OURS, STOCK),
-        )
-        words = ", ".join(names.get(end, repr(end)) for end in ends)
+            plan = ask(Path(folder), case).plan
         print(
-            f'    Case("{model}", "{nodes}", "{hardware}", {tasks[id(task)]}, "{lengths}", {longest}, {words}{"".join(f", {n}" for n in rows)}),',
+            replace(
+                case,
+                answer=begin(plan.answer, YES, SAME, NO),
+                switching=begin(plan.switching, PAYS, EQUAL, ONE),
+                copy=begin(plan.to_copy, OURS, STOCK),
+            ),
             flush=True,
         )
 
