@@ -112,24 +112,6 @@ def test_memory_is_what_was_measured() -> None:
     assert found.logits == pytest.approx(3000 * 5_000, rel=1e-6)
     assert model.options.optimizer == OptimizerState(0)
     assert model.options.compute_dtype == "float32"
-    # a recomputing layer keeps its input; the first has all that was measured once more, a gradient at either end and
-    # one inside of the MLP, when the logits are gone
-    hidden, again = SHAPE.hidden_size * 4, 20_000 + SHAPE.mlp_parameters / (3 * SHAPE.hidden_size) * 4
-    found = calibration().memory_model(SIZES).breakdown(Strategy(4, rc=1), 100)
-    assert found.logits > 0
-    most = (SHAPE.num_layers - 1) * hidden + again + 2 * hidden
-    assert found.activations + found.logits == pytest.approx(100 * most, rel=1e-6)
-    # every second one: the last layer is through when the one before it is recomputed
-    every = calibration().memory_model(SIZES).breakdown(Strategy(4, rc=2), 100)
-    half = SHAPE.num_layers // 2
-    before = (half - 1) * (hidden + 20_000)
-    assert every.activations + every.logits == pytest.approx(
-        100 * max(half * (hidden + 20_000) + 5_000, before + again + 2 * hidden), rel=1e-6
-    )
-    # with sequence parallelism all of a layer is divided, but for what its two blocks gather
-    sharded = model.breakdown(Strategy(2, 2, 1, sp=True), 3000)
-    gathered = 2 * SHAPE.hidden_size * 4
-    assert sharded.activations == pytest.approx(3000 * 8 * ((20_000 - gathered) / 2 + gathered), rel=1e-6)
     assert calibration(memory=()).memory_model(SIZES).options.activation_bytes == {}
 
 
@@ -245,7 +227,6 @@ def test_loads_share_cores() -> None:
     assert shared_seconds([1, 1, 1, 1], 1, 2.0) == pytest.approx(2)
     assert shared_seconds([1, 1, 1, 1], 1, 8.0) == pytest.approx(1)
     assert shared_seconds([4, 1, 1, 1], 1, 2.0) == pytest.approx(2 + 3)  # four share for 2 s, then one is alone
-    assert shared_seconds([4, 1, 1, 1], 1, 2.0) == shared_seconds([1, 1, 4, 1], 1, 2.0)
     assert shared_seconds([3], 4, 2.0) == pytest.approx(6)
     assert shared_seconds([], 1, 2.0) == 0
     loads = [Pipeline([[0.0], [t]], [[0.0], [0.0]], [0.0], [1]) for t in (4.0, 1.0, 1.0, 1.0)]
@@ -274,7 +255,7 @@ def test_round_trip(tmp_path: Path) -> None:
     for given in (
         calibration(),
         calibration(slots=math.inf, memory=(), inter=Link(1e-3, 1e8), hop_inter=Hop(1e-3, 0.0)),
-        calibration(switches=(SwitchSample("dp4", 1000, 0.1, 0.2),)),
+        calibration(switches=(SwitchSample("dp4", 1000, 0.1, 0.2),), phases=phases({(1, 1, 1): 1.25, (1, 1, 2): 1.1})),
     ):
         given.save(tmp_path / "folder" / "c.json")
         assert Calibration.load(tmp_path / "folder" / "c.json", KEY) == given
@@ -393,10 +374,8 @@ def test_factors_are_means_within_bounds() -> None:
     assert calibration(phases=(unknown,)).time_model(SIZES).phase_factors == {}
 
 
-def test_phases_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
+def test_older_files_have_no_phases() -> None:
     given = calibration(phases=phases({(1, 1, 1): 1.25, (1, 1, 2): 1.1}))
-    given.save(tmp_path / "new.json")
-    assert Calibration.load(tmp_path / "new.json") == given
     data = given.to_dict()
     named = Calibration.from_dict(json.loads(of_earlier_releases(json.dumps(data))))
     assert named.phases[0].strategy == "dp4tp1pp1"

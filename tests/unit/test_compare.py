@@ -68,11 +68,10 @@ def test_losses_that_differ(tmp_path):
 
 def test_a_static_run_stands_in_for_what_it_replaces(tmp_path):
     hot, static = read_run_log(write_run(tmp_path / "a")), read_run_log(write_run(tmp_path / "b"))
-    for run in (static,):
-        run.steps = [
-            replace(r, report=replace(r.report, phases=tuple(replace(p, strategy=LONG) for p in r.report.phases)))
-            for r in run.steps
-        ]
+    static.steps = [
+        replace(r, report=replace(r.report, phases=tuple(replace(p, strategy=LONG) for p in r.report.phases)))
+        for r in static.steps
+    ]
     pairs = {pair.strategy: pair for pair in compare(static, hot).strategies}
     assert pairs[SHORT].a is None
     assert pairs[SHORT].speed_up == pytest.approx((200 / 0.32) / (400 / 0.96))
@@ -111,7 +110,7 @@ def test_compare_says_who_is_faster(tmp_path, capsys):
     assert page.exists()
 
 
-@pytest.mark.parametrize("command", ["report {0}", "compare {0} {1}", "compare {1} {0}"])
+@pytest.mark.parametrize("command", ["report {0}", "compare {1} {0}"])
 def test_wrong_input_is_one_message(tmp_path, capsys, command):
     good, bad = write_run(tmp_path / "good"), tmp_path / "bad"
     bad.mkdir()

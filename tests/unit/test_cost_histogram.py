@@ -39,27 +39,27 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert set(few) <= set(lengths)
 
 
+HEAD = f'{{"kind": "{KIND}", "schema_version": 1'
+
+
 @pytest.mark.parametrize(
     ("contents", "says"),
     [
-        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"5": 2}', "not valid JSON"),
+        (HEAD + ', "counts": {"5": 2}', "not valid JSON"),
         ("[1, 2]", "holds 'list'"),
-        ('{"kind": "' + KIND + '", "schema_version": 7}', "schema version 7"),
-        ('{"kind": "' + KIND + '", "schema_version": 1}', "no counts"),
-        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"x": 2}}', "'x' is not a length"),
-        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"0": 2}}', "'0' is not a length"),
-        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"5": -2}}', "count of length 5"),
-        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"5": 1.5}}', "count of length 5"),
-        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"5": 0}}', "all counts"),
+        (HEAD.replace("1", "7") + "}", "schema version 7"),
+        (HEAD + "}", "no counts"),
+        (HEAD + ', "counts": {"x": 2}}', "'x' is not a length"),
+        (HEAD + ', "counts": {"0": 2}}', "'0' is not a length"),
+        (HEAD + ', "counts": {"5": -2}}', "count of length 5"),
+        (HEAD + ', "counts": {"5": 1.5}}', "count of length 5"),
+        (HEAD + ', "counts": {"5": 0}}', "all counts"),
     ],
 )
 def test_corrupt_files(tmp_path: Path, contents: str, says: str) -> None:
     path = tmp_path / "lengths.json"
+    with pytest.raises(HotspaConfigError, match="cannot be read"):
+        load_counts(path).drawn()
     path.write_text(contents)
     with pytest.raises(HotspaConfigError, match=f"{says}.*lengths.json"):
         load_counts(path).drawn()
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(HotspaConfigError, match="cannot be read"):
-        load_counts(tmp_path / "nothing.json").drawn()

@@ -11,6 +11,7 @@ from hf_hotspa.costs.formulas import Matmul
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.search.formula_table import FormulaTable, Row, divisions, make_table
 from hf_hotspa.search.setup import Setup
+from hf_hotspa.strategy import Strategy
 from tests.gpt_formulas import gpt_parameters
 
 MODEL, TOKENS = "llama2-7b", 2048
@@ -35,11 +36,9 @@ def test_a_product_under_tensor_parallelism(tp: int) -> None:
     one, cut = Matmul.of(n), Matmul.of(n, tp)
     assert one.flops == 2 * n**3
     assert one.bytes == 6 * n**2
-    assert one.intensity == pytest.approx(n / 3)
     assert cut.flops == one.flops / tp
     assert cut.bytes == pytest.approx((1 + 2 / tp) / 3 * one.bytes)
     assert cut.intensity == pytest.approx(n / (2 + tp))
-    assert cut.intensity / one.intensity == pytest.approx(3 / (2 + tp))
 
 
 def test_a_batch_in_a_pipeline() -> None:
@@ -66,13 +65,9 @@ def test_the_175b_of_the_source() -> None:
     each = formulas.parameters_per_device(175e9, 8, 16)
     assert each == pytest.approx(1.37e9, rel=3e-3)  # the source prints 1.73 B
     assert formulas.state_bytes_per_device(175e9, 8, 16) == pytest.approx(27.4e9, rel=3e-3)
-    assert pytest.approx(34.6e9) == 20 * 1.73e9  # what its own number would give
-    per_layer = 12288 * (12288 / 8) * 3 + 12288 * 12288 / 8 + 12288 * (12288 / 8) * 4 * 2
-    ends = 51200 * 12288 / 8 + 2048 * 12288 / 8
-    assert per_layer * 96 / 16 + ends / 16 == pytest.approx(parameters / 128, rel=1e-3)  # biases and norms left out
 
 
-def test_seconds_of_communication() -> None:
+def test_communication_and_activations() -> None:
     message, bandwidth = 2.0 * 4 * 2048 * 12288, 300e9
     assert formulas.tensor_seconds(message, bandwidth, 8, 12, 64) == pytest.approx(
         (message / bandwidth) * (2 * 7 / 8) * (3 + 3) * 12 * 64
@@ -85,9 +80,6 @@ def test_seconds_of_communication() -> None:
         (2 * m + 2 * (p - 1)) * (message / t) / 25e9 + (m + (p - 1)) * message / bandwidth * (t - 1) / t
     )
     assert formulas.stage_seconds(message, 25e9, bandwidth, t, 1, m) == 0
-
-
-def test_activations() -> None:
     assert formulas.logit_bytes(4 * 2048, 51200, 8) == 2 * 4 * 2048 * 51200 / 8
     assert formulas.recomputed_bytes(4 * 2048, 12288, 96, 16) == 2 * 4 * 2048 * 12288 * 96 / 16
 
@@ -129,8 +121,6 @@ def test_links_inside_a_node_and_between_nodes(found: FormulaTable) -> None:
 
 
 def test_ours_beside_them(found: FormulaTable) -> None:
-    from hf_hotspa.strategy import Strategy
-
     row, setup = row_of(found, 4, 2, 4), found.setup
     strategy = Strategy(dp=4, tp=2, pp=4, rc=1)
     whole = setup.cost.time.phase_seconds(strategy, [[(TOKENS,)] * 128] * 4)
@@ -182,8 +172,7 @@ def test_bad_input_is_said_in_a_message(changes: list[str], text: str, capsys: p
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--batch", "0"), ("--micro-batch", "-1")])
-def test_numbers_below_one_are_refused_by_the_flag(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_below_one_are_refused_by_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["formulas", MODEL, "--nodes", "1x8", flag, value])
-    assert f"argument {flag}: '{value}' is not a whole number of at least 1" in capsys.readouterr().err
+        main(["formulas", MODEL, "--nodes", "1x8", "--micro-batch", "-1"])
+    assert "argument --micro-batch: '-1' is not a whole number of at least 1" in capsys.readouterr().err

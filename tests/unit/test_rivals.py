@@ -28,16 +28,9 @@ def test_our_layouts_and_what_clusters_run_are_apart() -> None:
         assert rival.seconds is not None
         assert rival.seconds >= plan.choice.seconds * 0.98, name
         assert all(not b.strategy.z and not b.strategy.ck for b in rival.buckets), name
-    in_node, megatron = rivals[IN_NODE].seconds, rivals[MEGATRON].seconds
-    assert in_node is not None
-    assert megatron is not None
-    assert megatron <= in_node
+    assert rivals[MEGATRON].seconds <= rivals[IN_NODE].seconds  # type: ignore[operator]
     # one layout: only how many replicas share a pack changes
     assert len({(b.strategy.tp, b.strategy.pp, b.strategy.dp * b.strategy.cp) for b in rivals[DYNAMIC].buckets}) == 1
-
-
-def test_on_one_node_nobody_runs_a_layout_of_a_cluster(setup: Setup) -> None:
-    assert make_plan(setup, "github", 16384, 64).plan.rivals == ()
 
 
 _CELLS = [
@@ -76,6 +69,7 @@ def test_the_search_finds_context_parallelism_inside_of_pipelines() -> None:
 
 def test_what_the_plan_says_is_what_its_own_words_cost(setup: Setup) -> None:
     found = make_plan(setup, "github", 16384, 64)
+    assert found.plan.rivals == ()  # on one node nobody runs a layout of a cluster
     again = make_plan(setup, "github", 16384, 64, written=[str(found.plan.choice), "tp8,dp2tp4", "dp8:16384@16384000"])
     own, names, large = again.plan.written
     assert own.seconds == pytest.approx(found.plan.choice.seconds)
