@@ -7,7 +7,7 @@ They run in this process, and so share its server of ranks. (`planner.py`: tests
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,29 @@ import pytest
 pytestmark = pytest.mark.gloo
 
 
+Quick = Callable[..., tuple[dict[str, Any], str]]
+
+
 @pytest.fixture(autouse=True)
-def own_environment(tmp_path: Path) -> Iterator[None]:
-    """What a benchmark sets does not stay, and calibrations come from nowhere else."""
-    before = dict(os.environ)
+def quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Quick]:
+    """Runs the quick form of a benchmark: what it writes, and what it prints.
+
+    What it sets in the environment does not stay, and calibrations come from nowhere else.
+    """
+    before, path = dict(os.environ), tmp_path / "found.json"
     os.environ["HF_HOTSPA_CACHE"] = str(tmp_path / "cache")
-    yield
+
+    def run(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
+        importlib.import_module(name).main(["--quick", "--json", str(path), *arguments])
+        return json.loads(path.read_text()), capsys.readouterr().out
+
+    yield run
     os.environ.clear()
     os.environ.update(before)
 
 
-def run_quick(name: str, path: Path, *arguments: str) -> dict[str, Any]:
-    """What a benchmark writes."""
-    importlib.import_module(name).main(["--quick", "--json", str(path), *arguments])
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
-def test_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("switch", tmp_path / "out" / "switch.json")
-    text = capsys.readouterr().out
+def test_switch(quick: Quick) -> None:
+    found, text = quick("switch")
     assert found["machine"]["ranks"] == found["options"]["ranks"]
     load, returned = found["rows"]
     assert load["pair"] in text
@@ -52,9 +55,8 @@ def test_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "part", [pytest.param(name, marks=pytest.mark.slow) for name in ("one", "four", "table", "stages")]
 )
-def test_stragglers(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str) -> None:
-    found = run_quick("stragglers", tmp_path / "out" / "stragglers.json", "--part", part)
-    text = capsys.readouterr().out
+def test_stragglers(quick: Quick, part: str) -> None:
+    found, text = quick("stragglers", "--part", part)
     [run] = found["runs"]
     if part == "table":
         assert [cell[:3] for cell in run["cells"][:2]] == [
@@ -81,8 +83,8 @@ def test_stragglers(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: st
 
 
 @pytest.mark.slow
-def test_resize_loss(tmp_path: Path) -> None:
-    found = run_quick("resize_loss", tmp_path / "out" / "resize.json", "--svg", str(tmp_path / "curves.svg"))
+def test_resize_loss(quick: Quick, tmp_path: Path) -> None:
+    found, _ = quick("resize_loss", "--svg", str(tmp_path / "curves.svg"))
     assert (tmp_path / "curves.svg").read_text().count("<polyline") == len(found["sides"])
     exact, *resized = found["sides"].values()
     assert len(exact["losses"]) == 2
@@ -92,8 +94,8 @@ def test_resize_loss(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["all", "turns", "semi", "four"])
-def test_other_figures_of_resizing(part: str, tmp_path: Path) -> None:
-    sides = run_quick("resize_loss", tmp_path / "resize.json", "--part", part)["sides"]
+def test_other_figures_of_resizing(quick: Quick, part: str) -> None:
+    sides = quick("resize_loss", "--part", part)[0]["sides"]
     exact = sides.pop("exact")
     for name, side in sides.items():
         # what migrates is computed by others
@@ -105,8 +107,8 @@ def test_other_figures_of_resizing(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("long_sequences", tmp_path / "out" / "long.json")
+def test_long_sequences(quick: Quick) -> None:
+    found, text = quick("long_sequences")
     chunks = "dp1+ck128"
     assert list(found["sides"]) == ["stock, checkpointing", "dp1+rc", chunks, f"{chunks}+kh"]
     for name, side in found["sides"].items():
@@ -117,25 +119,24 @@ def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert max(chunked, hosted) < recomputed / 2 < stock / 2
     assert found["sides"][f"{chunks}+kh"]["1024"]["host_bytes"] == found["carried"] * (1024 - 128)
     assert list(found["rounds"]) == ["dp1", "dp1+rc", chunks, f"{chunks}+kg3"]
-    aims, text = found["aims"], capsys.readouterr().out
+    aims = found["aims"]
     assert len(aims) == 7
     assert all(f"{'yes' if aim['is_met'] else 'NO '}  {aim['text']}" in text for aim in aims)
     assert all(aim["is_met"] for aim in aims if "host memory" in aim["text"])  # the others need more tokens
 
 
 @pytest.mark.slow
-def test_packed_hybrids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("packed_hybrids", tmp_path / "packed_hybrids.json")
+def test_packed_hybrids(quick: Quick) -> None:
+    found, text = quick("packed_hybrids")
     assert list(found["sides"]) == ["at once", "one by one"]
     for side in found["sides"].values():
         assert all(min(side[name]) > 0 for name in ("seconds", "layer_seconds"))
-    text = capsys.readouterr().out
     assert all(f"{ratio:.2f} times as fast" in text for ratio in found["ratios"].values())
 
 
 @pytest.mark.slow
-def test_token_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("token_pipeline", tmp_path / "token_pipeline.json")
+def test_token_pipeline(quick: Quick) -> None:
+    found, text = quick("token_pipeline")
     assert sum(found["chunks"]) == 512
     assert max(found["chunks"]) <= 128
     for side, passes in (("whole", 1), ("chunks", len(found["chunks"]))):
@@ -146,12 +147,12 @@ def test_token_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         # no stage is done before it has run all of its passes
         busiest = max(map(sum, zip(map(sum, measured["forward"]), map(sum, measured["backward"]), strict=True)))
         assert found["simulated"]["pp2"][side] >= busiest * (1 - 1e-9)
-    assert "pp4 simulated" in capsys.readouterr().out
+    assert "pp4 simulated" in text
 
 
 @pytest.mark.slow
-def test_interleaved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("interleaved", tmp_path / "interleaved.json", "--packs", "2", "3", "--vocabulary", "32")
+def test_interleaved(quick: Quick) -> None:
+    found, text = quick("interleaved", "--packs", "2", "3", "--vocabulary", "32")
     two, three = found["runs"]
     assert (two["packs"], three["packs"]) == (2, 3)
     assert list(two["sides"]) == list(three["sides"]) == ["pp2", "pp2+v2"]
@@ -163,26 +164,25 @@ def test_interleaved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         passes = [sum(pair) for pair in zip(side["forward"], side["backward"], strict=True)]
         assert side["simulated"] >= max(sum(passes[rank::2]) for rank in (0, 1)) * 2 * (1 - 1e-9)
         assert side["formula"] == 1 / (2 * rounds)
-    assert "+v2 is" in capsys.readouterr().out
+    assert "+v2 is" in text
 
 
 @pytest.mark.slow
-def test_layer_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("layer_cut", tmp_path / "layer_cut.json")
+def test_layer_cut(quick: Quick) -> None:
+    found, text = quick("layer_cut")
     assert [layers for layers, _ in found["layers"]] == [[0, 2, 3], [1]]
     assert len(found["stages"]) == 3  # every cut of four layers
     assert min(map(min, found["stages"])) > 0
     slowest = [max(stages) for stages in found["stages"]]
     assert found["ours / best"] == slowest[found["ours"] - 1] / min(slowest)
-    assert "slowest stage of our partition" in capsys.readouterr().out
+    assert "slowest stage of our partition" in text
 
 
 @pytest.mark.slow
-def test_fully_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fully_sharded(quick: Quick, tmp_path: Path) -> None:
     """Ours and both ways of FSDP2 that run on CPU; DeepSpeed is left to the whole run."""
     command = ["--logs", str(tmp_path / "logs"), "--sides", "dp4", "FSDP2"]
-    found = run_quick("fully_sharded", tmp_path / "sharded.json", *command)
-    text = capsys.readouterr().out
+    found, text = quick("fully_sharded", *command)
     ours, peers = {f"ours, dp4{z}" for z in ("", "+z2", "+z3")}, {"FSDP2, plain loop", "FSDP2 of transformers, Trainer"}
     assert found["ratios"].keys() == ours | peers
     for name in ours | peers:
@@ -197,10 +197,10 @@ def test_fully_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("nics", [(), pytest.param(("--nics-per-node", "1"), marks=pytest.mark.slow)])
-def test_slow_link(tmp_path: Path, nics: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("slow_link", tmp_path / "slow_link.json", *nics)
+def test_slow_link(quick: Quick, nics: tuple[str, ...]) -> None:
+    found, text = quick("slow_link", *nics)
     (row,) = found["rows"]
-    assert row["pair"] in capsys.readouterr().out
+    assert row["pair"] in text
     direct, relay = row["algorithm1"], row["relay"]
     # two nodes of two: every node lacks half of what each of its ranks needs
     assert direct["inter_bytes"] == 2 * relay["inter_bytes"] > 0
@@ -211,9 +211,9 @@ def test_slow_link(tmp_path: Path, nics: tuple[str, ...], capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_step_with_all_static_pipelines_and_hot_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_with_all_static_pipelines_and_hot_sides(quick: Quick) -> None:
     """Beside what the budget keeps out, every legal strategy is a side, and each with dp beside it; and the Trainer."""
-    found = run_quick("step", tmp_path / "step.json")
+    found, text = quick("step")
     model_parallel = ("tp4", "pp4", "tp2pp2")
     hot = {f"hot dp4 + {name}" for name in model_parallel}
     static = {
@@ -229,7 +229,6 @@ def test_step_with_all_static_pipelines_and_hot_sides(tmp_path: Path, capsys: py
         assert len(row["all_seconds"]) == found["options"]["rounds"]
         assert len(row["packs"]) == (2 if row["side"] in hot else 1)  # phases that had work
     assert found["trainer_overhead"]["steps"] > 0
-    text = capsys.readouterr().out
     assert "HotSPaTrainer, 1 steps after the first" in text
     assert all(row["side"] in text for row in found["rows"])
 
@@ -263,8 +262,8 @@ def test_a_side_that_is_legal_and_cannot_run_is_an_error(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("cost_model", tmp_path / "cost_model.json", "--cache", str(tmp_path / "cache"))
+def test_cost_model(quick: Quick, tmp_path: Path) -> None:
+    found, text = quick("cost_model", "--cache", str(tmp_path / "cache"))
     (model,) = found["models"]
     assert len(list((tmp_path / "cache").glob("*.json"))) == 1
     cases = {row["case"] for row in model["rows"]}
@@ -278,7 +277,7 @@ def test_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["measured_cpu_s"] > 0
     assert -1 <= model["summary"]["all"]["tau"] <= 1
     assert model["summary"]["all"]["worst_regret"] >= 0
-    assert "over all: tau" in capsys.readouterr().out
+    assert "over all: tau" in text
 
 
 def test_a_steady_step_enters_few_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,9 +286,8 @@ def test_a_steady_step_enters_few_files(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.slow
-def test_auto_after_its_race(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cells = run_quick("auto", tmp_path / "auto.json", "--published", "--cells", r"2x-0.9M-fp32-chat")
-    text = capsys.readouterr().out
+def test_auto_after_its_race(quick: Quick) -> None:
+    cells, text = quick("auto", "--published", "--cells", r"2x-0.9M-fp32-chat")
     assert list(cells) == ["2x-0.9M-fp32-chat", "2x-0.9M-fp32-chat-limit"]
     for name, cell in cells.items():
         assert {"switching", "computation alone", "balanced computation"} < cell["seconds"].keys()
@@ -301,10 +299,9 @@ def test_auto_after_its_race(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_auto_over_distributions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_over_distributions(quick: Quick) -> None:
     names = ["all equal", "commoncrawl"]
-    found = run_quick("step", tmp_path / "auto.json", "--distributions", *names)
-    text = capsys.readouterr().out
+    found, text = quick("step", "--distributions", *names)
     assert [row["distribution"] for row in found["rows"]] == names
     for row in found["rows"]:
         assert {"auto", "static again"} < set(row["seconds"])
@@ -319,23 +316,12 @@ def test_auto_over_distributions(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_peers(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "peers.json"
+def test_peers(quick: Quick, tmp_path: Path, ranks: int) -> None:
     command = ["--ranks", f"{ranks}", "--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache")]
     mine = [f"ours, dp{ranks}", f"ours, tp{ranks}", f"ours, pp{ranks}", "ours, the paper's way", "ours, auto"]
     peers = ["Trainer + DDP, padded", f"tp{ranks} of transformers, plain loop, packed"]
-    found = run_quick(
-        "side_by_side",
-        path,
-        *command,
-        "--lengths",
-        "commoncrawl",
-        "--sides",
-        "DDP, padded",
-        "accelerate",
-        "plain loop",
-        *mine,
-    )
+    sides = "DDP, padded", "accelerate", "plain loop", *mine
+    found, text = quick("side_by_side", *command, "--lengths", "commoncrawl", "--sides", *sides)
     (cell,) = found["cells"].values()
     assert {*mine, *(f"{name} (limit)" for name in mine), *peers} < cell["sides"].keys()
     found = cell["sides"]
@@ -350,13 +336,12 @@ def test_peers(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -
         assert each["tokens"] == sum(cell["lengths"]), name
         assert each["slots"] >= each["tokens"]
         assert each["peak_bytes"] > 0
-    assert "losses of the exact sides agree to" in capsys.readouterr().out
+    assert "losses of the exact sides agree to" in text
 
 
 @pytest.mark.slow
-def test_switched_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("switched_model", tmp_path / "out" / "switched_model.json", "--ranks", "2")
-    text = capsys.readouterr().out
+def test_switched_model(quick: Quick) -> None:
+    found, text = quick("switched_model", "--ranks", "2")
     assert set(found["ratios"]) == {"loss", "scores"}
     assert all(name in text for name in found["sides"])
     for name, side in found["sides"].items():
@@ -366,9 +351,8 @@ def test_switched_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_trl_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("trl_trainers", tmp_path / "out" / "trl.json")
-    text = capsys.readouterr().out
+def test_trl_trainers(quick: Quick) -> None:
+    found, text = quick("trl_trainers")
     assert set(found["summary"]) == {"sft", "sft bfd", "dpo", "grpo", "distill"}
     for task, row in found["summary"].items():
         assert task in text
@@ -377,9 +361,8 @@ def test_trl_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("images", tmp_path / "out" / "images.json")
-    text = capsys.readouterr().out
+def test_images(quick: Quick) -> None:
+    found, text = quick("images")
     [row] = found["exactness"]
     assert row["packed"] == pytest.approx(row["single"], rel=1e-12)
     assert max(row["language"], row["vision"]) < 1e-12
