@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
-from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, build_vector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import SCHEDULES, choose_passes, interleaved_order
@@ -88,20 +86,6 @@ def test_sizes_of_a_shape() -> None:
     assert eighth.weight_bytes > grouped.stages(Strategy(1, 1, 1))[0].weight_bytes / 8  # key/value heads are repeated
     with pytest.raises(HotspaConfigError, match="no size is known for dtype 'int3'"):
         dtype_bytes("int3")
-
-
-def test_activations_of_a_llama() -> None:
-    h, f = 4096, 11008
-    cut = (8 * h + 8 * f) / 8
-    assert activation_bytes(LLAMA_7B, 8) == pytest.approx(16 * h + cut, rel=0.001)
-    # norms are divided, what the two blocks gather is not
-    assert activation_bytes(LLAMA_7B, 8, sequence_parallel=True) == pytest.approx(4 * h + 12 * h / 8 + cut, rel=0.001)
-    assert activation_bytes(LLAMA_7B, 8, element_bytes=4) == pytest.approx(24 * h + 2 * cut, rel=0.001)
-    # what a norm computes before its weight is kept for the weight's gradient
-    assert activation_bytes(LLAMA_7B, 8) - activation_bytes(LLAMA_7B, 8, frozen=True) == pytest.approx(4 * h)
-    # two matrices in the place of three, with layer norms
-    plain = replace(LLAMA_7B, gated=False, layer_parameters=LLAMA_7B.layer_parameters - h * f)
-    assert activation_bytes(plain, 1) == pytest.approx(18 * h + 4 * f, rel=0.001)
 
 
 def test_what_a_rank_holds() -> None:
@@ -302,23 +286,6 @@ def test_each_optimizer_keeps_its_own_bytes(optim: str, quantized: float, full: 
     assert state.element_bytes(4095, False) == full
     assert state.element_bytes(4097, False) == (full if "torch" in optim else quantized)
     assert state.element_bytes(1 << 20, True) == (quantized if "torch" in optim or optim == "sgd" else full)
-
-
-def test_states_are_counted_by_parameter_with_a_vector_and_without() -> None:
-    specs = [
-        ParameterSpec("embed", (500, 64), "bfloat16", EMBEDDING), ParameterSpec("0.w", (64, 256), "bfloat16", 0),
-        ParameterSpec("0.norm", (64,), "bfloat16", 0), ParameterSpec("head", (500, 64), "bfloat16", HEAD),
-    ]  # fmt: skip
-    sizes = ModelSizes(
-        ModelShape("x", 1, 4, 4, 64, 64, 500, layer_parameters=64 * 256), vector=build_vector(specs, [1], 0)
-    )
-    state = optimizer_states()["adamw_8bit"]
-    low = 2 + 8 / 256
-    expected = 500 * 64 * 8 + 64 * 256 * low + 64 * 8 + 500 * 64 * low
-    assert sizes.master(1, state).optimizer_bytes == math.ceil(expected)
-    assert sum(sizes.master(w, state).optimizer_bytes * w for w in (1, 2, 4)) == pytest.approx(3 * expected, rel=0.02)
-    assert replace(sizes, vector=None).master(1, state).optimizer_bytes == pytest.approx(expected, rel=0.03)
-    assert sizes.master(1).optimizer_bytes == 8 * sizes.num_parameters
 
 
 def test_a_card_shows_more_than_torch_allocates() -> None:

@@ -92,7 +92,7 @@ def test_bad_input() -> None:
         Selector((), TIME, SWITCH)
     with pytest.raises(HotspaConfigError, match="no switch seconds for tp4"):
         Selector(POOL, TIME, {s: v for s, v in SWITCH.items() if s.tp < 4})
-    with pytest.raises(HotspaConfigError, match="no coefficients for tp8"):
+    with pytest.raises(HotspaConfigError, match="no coefficients for tp8.*tp1, tp2, tp4"):
         Selector(parse_buckets("tp8:16"), TIME, SWITCH)
     empty = selector().select([])
     assert empty.seconds == 0

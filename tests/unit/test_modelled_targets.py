@@ -22,8 +22,6 @@ from planner_targets import (  # type: ignore[import-not-found]
 )
 from port_bounds import classes_of, lower_bound  # type: ignore[import-not-found]
 
-from hf_hotspa.cluster import Cluster
-from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.planner import plan_load, plan_return
 from hf_hotspa.plan.switch_plan import overlapped_seconds
 from hf_hotspa.strategy import Strategy
@@ -51,14 +49,6 @@ def test_modelled_switches(what: str, order: str, nic: str) -> None:
             if not close:
                 wrong.append(f"{a}->{b} {name}: {seconds:.4f} s, modelled {modelled[name]:.4f} s")
     assert not wrong, "\n".join(wrong)
-
-
-# ----------------------------------------------------------------------------------------------- worked examples
-
-
-def seconds(source: Layout, target: Layout, planner: str, nics: int | None = None) -> float:
-    cluster = Cluster(4, 2, nics_per_node=nics)
-    return overlapped_seconds(plan_load(source, target, cluster, [1], planner).loads(cluster, [1]), cluster)
 
 
 # ---------------------------------------------------------------------------------- what the engine does in a step
