@@ -12,8 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 LIBRARY = "HOTSPA_NCCL_LIBRARY"
 ON = "HOTSPA_GPU_ON"
@@ -112,9 +111,6 @@ class Setup:
     @property
     def over_nccl(self) -> bool:
         return self.kind in (OWN, SHARED)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def setup_of(machine: Machine, ranks: int) -> Setup:

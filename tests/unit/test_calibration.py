@@ -32,7 +32,7 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import pack_sequences
-from hf_hotspa.packing.pipeline_order import reaches
+from hf_hotspa.packing.pipeline_order import operations, reaches
 from hf_hotspa.search.estimate import Evaluator, LengthTable
 from hf_hotspa.strategy import Strategy, strategies_of
 from tests.run_logs import of_earlier_releases
@@ -157,12 +157,8 @@ def stepped(
     """The same pipelines in small steps of time: what processor sharing means, without events."""
     lanes: list[list[Any]] = []  # replica, stage, operations to come, seconds left of the running one
     for replica, ahead in enumerate(forward):
-        count, total = len(ahead), len(ahead[0])
-        for stage in range(count):
-            order: list[tuple[str, int]] = []
-            for j in range(total):
-                begun = sum(kind == "f" for kind, _ in order)
-                order += [("f", i) for i in range(begun, min(reach[replica][j], j + count - stage))] + [("b", j)]
+        for stage in range(len(ahead)):
+            order = [("fb"[is_backward], i) for i, is_backward in operations(reach[replica], len(ahead), stage)]
             lanes.append([replica, stage, order, None])
     ready = {(r, "f", 0, i): 0.0 for r, ahead in enumerate(forward) for i in range(len(ahead[0]))}
     ready |= {(r, "b", len(ahead) - 1, i): 0.0 for r, ahead in enumerate(forward) for i in range(len(ahead[0]))}

@@ -4,7 +4,6 @@ import math
 import random
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,9 +27,6 @@ from hf_hotspa.strategy import Strategy
 from tests.random_models import plain
 from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B
 
-DATA = Path(__file__).parents[1] / "data"
-
-
 # --------------------------------------------------------------------------------------------------------- schedules
 
 
@@ -42,17 +38,11 @@ def longest_path(
     chains: Sequence[int] = (),
 ) -> float:
     """The same schedule as a graph: the end of an operation is the latest end of what it waits for."""
-    stages, total = len(forward), len(forward[0])
+    stages = len(forward)
     orders = [
         [("FB"[is_backward], i) for i, is_backward in operations(reach, stages, stage, chains)]
-        for stage in range(stages if chains else 0)
+        for stage in range(stages)
     ]
-    for stage in range(0 if chains else stages):
-        order: list[tuple[str, int]] = []
-        for j in range(total):  # all forwards that come before this backward
-            begun = sum(kind == "F" for kind, _ in order)
-            order += [("F", i) for i in range(begun, max(begun, min(reach[j], j + stages - stage)))] + [("B", j)]
-        orders.append(order)
 
     @cache
     def end(stage: int, kind: str, i: int) -> float:
