@@ -86,12 +86,12 @@ def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
     return way
 
 
-def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: str, element_bytes: int) -> float:
-    """Returns the bytes of all ranks' keys and values that a layer holds during attention, for a row of tokens."""
+def gathered_bytes(strategy: Strategy, shape: ModelShape, way: str, element_bytes: int) -> float:
+    """Returns the bytes of all ranks' keys and values that a layer holds during attention, for a token of a row."""
     if strategy.cp == 1 or (chosen := choose_way(strategy, shape, way)) == ULYSSES:
         return 0.0
     _, kv_heads = local_heads(strategy, shape) or (0, shape.num_key_value_heads)
-    pairs = 2 * kv_heads * shape.attention_size / shape.num_attention_heads * row_tokens
+    pairs = 2 * kv_heads * shape.attention_size / shape.num_attention_heads
     wide = max(4, element_bytes)
     if chosen == RING:  # two blocks, and the gradients of two
         return pairs * 2 * (element_bytes + wide)
@@ -109,12 +109,10 @@ def repeated_bytes(strategy: Strategy, shape: ModelShape, way: str, element_byte
 
 
 def exchange_seconds(
-    strategy: Strategy, shape: ModelShape, way: str, hop: Hop, measured: Exchanges | None = None
+    strategy: Strategy, shape: ModelShape, way: str, hop: Hop, measured: Exchanges | None
 ) -> tuple[float, float]:
     """Returns what a layer's cp exchanges add, forward and backward: seconds per pack token, and seconds per pack. Uses
     hops of a hidden state for the ring, and for the other methods unless `measured`."""
-    if strategy.cp == 1:
-        return 0.0, 0.0
     chosen = choose_way(strategy, shape, way)
     heads = local_heads(strategy, shape) or (shape.num_attention_heads, shape.num_key_value_heads)
     width = shape.attention_size / shape.num_attention_heads / shape.hidden_size

@@ -235,7 +235,7 @@ def _layer_backward(stage: MemoryStage) -> Rate | None:
 
 
 def _gathered(stage: MemoryStage) -> Rate | None:
-    of_token = gathered_bytes(stage.strategy, stage.shape, 1, stage.options.context_parallel, stage.width)
+    of_token = gathered_bytes(stage.strategy, stage.shape, stage.options.context_parallel, stage.width)
     return Rate(pack_token=of_token) if of_token else None
 
 
@@ -439,13 +439,16 @@ class MemoryModel:
     ) -> list[MemoryBreakdown]:
         """Returns the bytes on the fullest rank of each pipeline position. `num_packs`: packs of a replica; enough to
         fill the pipeline if None. `arena_bytes`: the pool's arena. `pool`: the other strategies of the run."""
-        less = self._once_bytes([bucket.strategy, *pool])
-        return [
-            self._breakdown(
-                self._sums(bucket.strategy, stage), self._packs(bucket, stage, num_packs), arena_bytes, less
-            )
-            for stage in range(bucket.strategy.pp)
-        ]
+        less, stages = self._once_bytes([bucket.strategy, *pool]), []
+        for stage in range(bucket.strategy.pp):
+            sums, packs = self._sums(bucket.strategy, stage), self._packs(bucket, stage, num_packs)
+            activations, logits = sums.of_packs(packs)
+            arena, switch = sums.arena_and_switch(packs, arena_bytes)
+            states = sums.states(packs)
+            states["master_weights"] -= less
+            counts = packs.in_flight, packs.held_tokens, packs.pack_tokens
+            stages.append(MemoryBreakdown(*states.values(), arena, activations, logits, switch, stage, *counts))
+        return stages
 
     def _once_bytes(self, pool: Iterable[Strategy]) -> float:
         """Bytes that a rank's master store, and the store of a reference, need less because strategies compute with frozen
@@ -455,24 +458,6 @@ class MemoryModel:
             return 0.0
         share = frozen / self.world_size
         return share - (frozen - share if options.scoring.reference else 0.0)
-
-    @staticmethod
-    def _breakdown(sums: _Sums, packs: Packs, arena_bytes: int, less: float) -> MemoryBreakdown:
-        activations, logits = sums.of_packs(packs)
-        arena, switch = sums.arena_and_switch(packs, arena_bytes)
-        states = sums.states(packs)
-        states["master_weights"] -= less
-        return MemoryBreakdown(
-            **states,
-            arena=arena,
-            switch=switch,
-            activations=activations,
-            logits=logits,
-            stage=sums.stage.index,
-            in_flight=packs.in_flight,
-            held_tokens=packs.held_tokens,
-            pack_tokens=packs.pack_tokens,
-        )
 
     def _sums(self, strategy: Strategy, stage: int) -> _Sums:
         if (strategy, stage) not in self._known_sums:
@@ -549,7 +534,7 @@ class MemoryModel:
         return most
 
     def _totals(self, sums: _Sums, longest: int | None, num_packs: int | None) -> Callable[[int], float]:
-        """Returns `_breakdown(...).total` without an arena as a function of tokens."""
+        """Returns the total bytes of a stage without an arena as a function of tokens."""
         strategy, stage = sums.stage.strategy, sums.stage.index
 
         def packs_of(tokens: int) -> Packs:
@@ -618,11 +603,6 @@ def planned_limit(given: float | None, available: float | None, whose: str, flag
     if available is None:
         return None, f"no limit ({flag} sets one)"
     return int(PLANNED_SHARE * available) // _MIB * _MIB, f"{PLANNED_SHARE:.0%} {whose} ({flag})"
-
-
-def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
-    """Returns the largest number up to `high` whose total is within the limit; 0 if none is. See `Rising`."""
-    return Rising(total, high).most_within(limit)
 
 
 _Fullest = tuple[_Sums, dict[tuple[int | None, int | None], "Rising"]]

@@ -95,7 +95,9 @@ class Streams:
     efficiency: float = EFFICIENCY
 
     def load_s(self, strategy: Strategy) -> float:
-        """Returns the seconds of loading all units of all stages once."""
+        """Returns the seconds of loading all units of all stages once; 0 if weights are not sharded."""
+        if strategy.z != 3:
+            return 0.0
         seconds = port_seconds(strategy, self.sizes.weight_bytes, self.cluster)
         return strategy.pp * _MORE * seconds / self.efficiency
 
@@ -106,20 +108,19 @@ class Streams:
 
     def pack_s(self, strategy: Strategy, forwards: int = 1, backwards: int = 1) -> float:
         """Returns the seconds of a pack's transfers, less two units that are present when passes change direction."""
-        loads = self.load_s(strategy) if strategy.z == 3 else 0.0
+        loads = self.load_s(strategy)
         kept = min(1.0, 4 / (self.sizes.shape.num_layers + 2)) * loads
         return max(0.0, (forwards + backwards) * loads - kept) + backwards * self.return_s(strategy)
 
     def once_s(self, strategy: Strategy) -> float:
         """Returns the switch seconds that this strategy saves compared with the same one without `+z2` or `+z3`."""
-        return (self.load_s(strategy) if strategy.z == 3 else 0.0) + self.return_s(strategy)
+        return self.load_s(strategy) + self.return_s(strategy)
 
     def seconds(self, strategy: Strategy, turns: Iterable[StreamedPack], slots: float) -> float:
         """Returns the seconds of the packs of a phase, transfers included. `turns`: each pack, of the slowest replica.
         `slots`: how many ranks compute at a time if ranks share cores, otherwise infinite."""
         turns = list(turns)
-        load = self.load_s(strategy) if strategy.z == 3 else 0.0
-        back = self.return_s(strategy)
+        load, back = self.load_s(strategy), self.return_s(strategy)
         alone = sum(turn.forward_s + turn.backward_s for turn in turns)
         if math.isfinite(slots):
             return alone + max(

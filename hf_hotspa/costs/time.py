@@ -18,7 +18,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_hotspa.costs import data_sheet
 from hf_hotspa.costs.divided import chunked_seconds, exchange_seconds
@@ -85,7 +85,7 @@ def pipeline_seconds(pipeline: Pipeline) -> float:
     if len(pipeline.forward) == 1:
         return sum(pipeline.forward[0]) + sum(pipeline.backward[0])
     if pipeline.rounds > 1:
-        return max((event.end for event in interleaved_events(pipeline)), default=0.0)
+        return _interleaved_seconds(pipeline)
     return _walked_seconds(pipeline)
 
 
@@ -124,20 +124,10 @@ def _walked_seconds(pipeline: Pipeline) -> float:
     return max(clock)
 
 
-class Event(NamedTuple):
-    """One pass on a rank."""
-
-    turn: Turn
-    rank: int
-    start: float
-    end: float
-
-
-def interleaved_events(pipeline: Pipeline) -> list[Event]:
-    """Returns when each pass of a replica with several stages per rank runs, with one processor per rank."""
+def _interleaved_seconds(pipeline: Pipeline) -> float:
+    """Of a replica with several stages per rank."""
     num_ranks, last = pipeline.num_ranks, len(pipeline.forward) - 1
     clock, ready = [0.0] * num_ranks, dict[Turn, float]()
-    events = []
     for turn in pipeline.order:
         rank, start = turn.stage % num_ranks, clock[turn.stage % num_ranks]
         if not turn.is_backward and turn.stage:
@@ -146,8 +136,7 @@ def interleaved_events(pipeline: Pipeline) -> list[Event]:
             start = max(start, ready[Turn(turn.stage + 1, turn.unit, True)])
         clock[rank] = end = start + pipeline.seconds(turn)
         ready[turn] = end + pipeline.hops[turn.unit]
-        events.append(Event(turn, rank, start, end))
-    return events
+    return max(clock)
 
 
 def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:

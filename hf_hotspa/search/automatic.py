@@ -36,7 +36,6 @@ SCALES = (0.25, 4.0)
 """Factors on the lengths of plans that are kept ready, if longer or shorter rows than the scanned ones may come."""
 _SEQUENCES = 2048
 _COMPARED = 4  # mini-batches on which others' settings are priced
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def make_auto_plan(asked: RunQuestion, strategies: Sequence[Strategy], cost: Cos
     try:
         choice = chosen(sample, asked.raced)
         scales = SCALES if asked.sampled and not asked.beside else ()
-        others = [chosen(_scaled(sample, by, top)).buckets for by in scales]
+        others = [chosen([min(max(1, int(n * by)), top) for n in sample]).buckets for by in scales]
     except DeviceMemoryError as error:
         where = f"hotspa_memory_limit_mb: {asked.limit_source}"
         raise DeviceMemoryError(error.what, where=where, why=error.why, fix=error.fix) from None
@@ -108,10 +107,6 @@ def stock_settings(asked: RunQuestion, plan: Plan, cost: CostModel, hardware: Ha
     lengths, size = _sample(asked.table, plan.longest, asked.policy, asked.mini_batch_size)
     question = Question(cost, capacities, lengths[: _COMPARED * size], size, plan.longest)
     return DataParallel(cost.memory, cost.time, hardware).settings(question)
-
-
-def _scaled(lengths: Sequence[int], by: float, longest: int) -> list[int]:
-    return [min(max(1, int(length * by)), longest) for length in lengths]
 
 
 def _fullest_memory(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBreakdown, ...]:

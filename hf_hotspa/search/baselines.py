@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from hf_hotspa.costs.data_sheet import LINK_EFFICIENCY
 from hf_hotspa.costs.formulas import model_state_bytes, traffic
 from hf_hotspa.costs.hardware import Hardware
-from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, most_within, size
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, Rising, size
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.costs.time import TimeModel
@@ -161,11 +161,8 @@ class DataParallel:
         """Returns the most tokens that a pack may have; 0 if not even one fits."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
-
-        def total(tokens: int) -> float:
-            return self.breakdown(stage, recompute, tokens, liger).total
-
-        return most_within(total, limit_bytes, UNLIMITED_TOKENS)
+        total = Rising(lambda tokens: self.breakdown(stage, recompute, tokens, liger).total, UNLIMITED_TOKENS)
+        return total.most_within(limit_bytes)
 
     def seconds(self, stage: int, recompute: bool, replicas: _Packs) -> float:
         """Returns the seconds of a mini-batch with these packs, `[replica][pack][sequence]`."""

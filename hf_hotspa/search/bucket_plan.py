@@ -101,18 +101,16 @@ class Plan:
     @property
     def switching(self) -> str:
         """One line: whether switching is worth it, compared with the best single strategy."""
+        if not self.choice.switches:
+            return of_one_strategy(str(self.choice.rows[0].bucket.strategy))
         name, seconds = self.single
-        return of_predicted_switching(seconds / self.choice.seconds, name) if self.choice.switches else self._one
+        return of_predicted_switching(seconds / self.choice.seconds, name)
 
     @property
     def answers(self) -> list[str]:
         """The first lines of a plan: both answers, the first one if it was asked what else one would run."""
         asked = [self.answer] if self.baselines or self.rivals else []
         return [line for text in (*asked, self.switching) for line in wrapped(text)]
-
-    @property
-    def _one(self) -> str:
-        return of_one_strategy(str(self.choice.rows[0].bucket.strategy))
 
     @property
     def why(self) -> str:

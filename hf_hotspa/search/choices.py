@@ -125,12 +125,12 @@ class Choices:
             seconds, of_plans, have_run = zip(*passes, strict=True)
             each = [sum(of_plan) for of_plan in zip(*of_plans, strict=True)]
             race = self.race.observe(sum(seconds), each, all(have_run))
-        for chooser in self._choosers:
-            chooser.num_trained = step + 1
         if race is not None and self.speaks:
             tqdm.write(printable(f"step {step + 1}: {race}"))
         if self.renewed is not None and self.renewed[0].add(lengths):
             self._renew(step, *self.renewed)
+        for chooser in self._choosers:
+            chooser.num_trained = step + 1
         return replace(report, race=race)
 
     def _renew(self, step: int, lengths: LengthsSeen, planned: Callable[[list[int]], Plan]) -> None:
@@ -143,8 +143,6 @@ class Choices:
             return
         pools = self._raced(plan)
         self._take(pools, plan.trial_order if len(pools) > 1 else ())
-        for chooser in self._choosers:
-            chooser.num_trained = step + 1
         if self.speaks:
             moved = f"lengths have moved ({distance:.0%} of the tokens)"
             tqdm.write(printable(f"step {step + 1}: {moved}; planned again: {plan.choice}"))
