@@ -19,9 +19,11 @@ apart from one token of each cut slice.
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from hf_hotspa.packing.bucketing import sequence_cost
 from hf_hotspa.strategy import Strategy
@@ -125,11 +127,8 @@ class Shares:
     @cached_property
     def cut(self) -> frozenset[int]:
         """The sequences that are on more than one rank."""
-        seen: dict[int, set[int]] = {}
-        for rank, pieces in enumerate(self.pieces):
-            for sequence, _, _ in pieces:
-                seen.setdefault(sequence, set()).add(rank)
-        return frozenset(sequence for sequence, ranks in seen.items() if len(ranks) > 1)
+        ranks = Counter(chain.from_iterable({sequence for sequence, _, _ in pieces} for pieces in self.pieces))
+        return frozenset(sequence for sequence, number in ranks.items() if number > 1)
 
     def costs(self, quadratic_cost: float) -> list[float]:
         """The cost of each rank's pieces, in units of the linear cost of a token (see `sequence_cost`)."""

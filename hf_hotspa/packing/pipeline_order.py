@@ -327,7 +327,6 @@ class _Run:
         longest = max((num for group in groups for num in group), default=1)
         ahead = (rounds - 1) * largest + longest
         self._ranks = [_Rank(2 * (num_ranks - 1 - rank) + ahead) for rank in range(num_ranks)]
-        self._is_trained = is_trained
         self._run()
         self.turns = sorted(self._ends, key=lambda turn: (self._ends[turn], turn.stage % num_ranks))
         self.seconds = max(self._ends.values(), default=0)
@@ -374,7 +373,7 @@ class _Run:
         if rank.num_forward == len(self._forward):
             return None
         part, unit = self._forward[rank.num_forward]
-        if self._is_trained and rank.num_forward >= self._needed[rank.num_backward]:
+        if self._backward and rank.num_forward >= self._needed[rank.num_backward]:
             is_full = rank.num_forward - rank.num_backward >= rank.most_passes
             if is_full or (self._most is not None and rank.held_tokens + self._tokens[unit] > self._most):
                 return None

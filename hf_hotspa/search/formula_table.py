@@ -14,7 +14,7 @@ from hf_hotspa.costs.formulas import STAGES, model_state_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.setup import Setup
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Strategy, strategies_of
 
 KIND, SCHEMA_VERSION = "hf_hotspa formulas", 1
 MISPRINTS = (
@@ -79,15 +79,11 @@ class FormulaTable:
 
 def divisions(world_size: int, batch: int, micro: int, layers: int, heads: int) -> list[tuple[int, int, int]]:
     """Returns every `(p, t, d)` with p t d devices: p at most the layers, t divides the heads, b d the batch."""
-    legal = []
-    for pp in range(1, min(world_size, layers) + 1):
-        for tp in range(1, heads + 1):
-            if world_size % (pp * tp) or heads % tp:
-                continue
-            dp = world_size // (pp * tp)
-            if batch % (micro * dp) == 0:
-                legal.append((pp, tp, dp))
-    return legal
+    return [
+        (s.pp, s.tp, s.dp)
+        for s in strategies_of(world_size)
+        if s.pp <= layers and heads % s.tp == 0 and batch % (micro * s.dp) == 0
+    ]
 
 
 def make_table(setup: Setup, batch: int, micro: int, tokens: int) -> FormulaTable:
