@@ -296,10 +296,9 @@ def test_torn_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     calibration().save(path)
     text = path.read_text()
-    for length in range(0, len(text) - 1, 97):
-        path.write_text(text[:length])
-        with pytest.raises(HotspaConfigError, match="delete the file and calibrate again"):
-            Calibration.load(path)
+    path.write_text(text[: len(text) // 2])
+    with pytest.raises(HotspaConfigError, match="delete the file and calibrate again"):
+        Calibration.load(path)
     with pytest.raises(HotspaConfigError, match="cannot be read"):
         Calibration.load(tmp_path / "none.json")
 

@@ -177,26 +177,20 @@ def test_one_device_has_one_setting() -> None:
 
 
 def test_the_table_of_a_plan_has_them(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", "--model", "llama2-7b", "--nodes", "1x8", "--hardware", "a800-80g", "--lengths", "chat"]
-    args += ["--longest", "16384", "--mini-batch", "128"]
+    """Also what does not fit on small devices, with the longest sequence that does."""
+    args = ["plan", "--model", "llama2-7b", "--nodes", "1x8", "--hardware", "l40s", "--memory-limit", "39GiB"]
+    args += ["--lengths", "chat", "--longest", "16384", "--mini-batch", "128", "--max-buckets", "1"]
     assert main([*args, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [found["stage"] for found in data["baselines"][:4]] == [0, 1, 2, 3]
-    assert [found["name"][:3] for found in data["baselines"]] == ["DDP"] * 3 + ["FSD"] * 3
-    pads, chunks = data["baselines"][4:]
-    assert pads["padded"] >= 1
+    pads, chunks = data["baselines"][4:6]
     assert pads["name"].endswith(", padded")
     assert chunks["liger"]
     fitting = [found for found in data["baselines"] if found["fits"]]
-    assert len(fitting) == 5  # 7B in fp32 with Adam does not fit in DDP
     assert all(found["memory_bytes"] <= data["limit_bytes"] for found in fitting)
-    assert data["gain"]["factor"] == pytest.approx(min(found["seconds"] for found in fitting) / data["seconds"])
     assert main(args) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     for found in fitting:
         size = f"rows in {found['padded']}s" if found["padded"] else f"packs of {found['pack_tokens']}"
-        assert f"{found['name']}, {size}" in " ".join(text.split())
-    # on small devices what does not fit is said, with the longest that does
-    args[args.index("a800-80g")] = "l40s"
-    assert main([*args, "--memory-limit", "39GiB", "--max-buckets", "1"]) == 0
-    assert "DDP + ZeRO-1 with checkpointing: sequences of up" in capsys.readouterr().out
+        assert f"{found['name']}, {size}" in text
+    assert "DDP + ZeRO-1 with checkpointing: sequences of up" in text

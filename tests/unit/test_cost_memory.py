@@ -88,24 +88,6 @@ def test_sizes_of_a_shape() -> None:
         dtype_bytes("int3")
 
 
-def test_what_a_rank_holds() -> None:
-    model = MemoryModel(SIZES_7B, 8, MemoryOptions(switch_bytes=1000))
-    found = model.breakdown(Strategy(2, 2, 2), 4096)
-    numel = SIZES_7B.num_parameters
-    assert found.master_weights == found.master_gradients == pytest.approx(numel * 4 / 8)
-    assert found.optimizer == pytest.approx(numel * 8 / 8)
-    assert found.switch == 1000
-    assert found.total == pytest.approx(sum(found.parts().values()))
-    assert (found.stage, found.in_flight) == (0, 2)
-    assert found.activations == pytest.approx(2 * 16 * 4096 * activation_bytes(LLAMA_7B, 2), rel=0.1)
-    assert found.logits == 0
-    alone = model.breakdown(Strategy(4, 2, 1), 4096)
-    assert alone.logits == 4096 * 16000 * 4 * 2
-    assert "activations" in str(alone)
-    larger = model.breakdown(Strategy(1, 8, 1), 4096, arena_bytes=model.arena_bytes(Strategy(8, 1, 1)))
-    assert larger.arena + larger.weights + larger.gradients == model.arena_bytes(Strategy(8, 1, 1))
-
-
 def most_held(operations: Iterable[tuple[int, bool]], tokens: Sequence[int]) -> int:
     """The most tokens in flight on a stage."""
     return max(itertools.accumulate(-tokens[unit] if is_backward else tokens[unit] for unit, is_backward in operations))

@@ -26,7 +26,7 @@ from hf_hotspa.search.partition import best_partitions
 from hf_hotspa.search.question import Question
 from hf_hotspa.search.search import Choice, SearchOptions, search
 from hf_hotspa.strategy import Strategy, check_buckets, legal_strategies, parse_buckets
-from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B, llama
+from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B
 
 
 class FixedCapacities(Capacities):
@@ -282,18 +282,6 @@ def test_packs_are_no_larger_than_is_worth_it(name: str) -> None:
     assert fast.seconds <= slim.seconds <= 1.05 * fast.seconds
     assert all(bucket.pack_tokens >= bucket.longest for bucket in slim.buckets)
     assert slim.static.pack_tokens <= fast.static.pack_tokens
-
-
-def test_not_switching_wins_when_switches_are_dear_and_loses_when_they_are_cheap() -> None:
-    strategies, time, capacities, switch = planner(16, llama(40, 5120, 40, 13824))
-    lengths = synthetic_lengths("commoncrawl", 512)
-    free = searched(lengths, strategies, time, capacities, dict.fromkeys(switch, 0.0), longest=32768)
-    dear = searched(lengths, strategies, time, capacities, dict.fromkeys(switch, 1e3), longest=32768)
-    assert free.switches
-    assert free.static_seconds / free.seconds > 1.1
-    assert not dear.switches
-    assert dear.buckets == (dear.static,)
-    assert dear.seconds == pytest.approx(dear.static_seconds)
 
 
 def test_small_samples_fill_a_mini_batch_and_longer_rows_keep_their_place() -> None:

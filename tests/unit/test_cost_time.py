@@ -57,36 +57,24 @@ def longest_path(
     return max((end(s, *orders[s][-1]) for s in range(stages) if orders[s]), default=0.0)
 
 
-def test_simulation_is_the_longest_path() -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+def test_simulation_is_the_longest_path(chunked: bool) -> None:
     rng = random.Random(1)
     for _ in range(150):
-        stages, total = rng.randint(1, 5), rng.randint(0, 7)
-        forward, backward = ([[rng.random() for _ in range(total)] for _ in range(stages)] for _ in range(2))
-        hops = [rng.random() * 0.3 for _ in range(total)]
-        plain = pipeline_seconds(Pipeline(forward, backward, hops, [total] * total))
-        assert plain == pytest.approx(longest_path(forward, backward, hops, [total] * total))
-        reach = reaches([rng.randint(1, 9) for _ in range(total)], rng.randint(1, 20))
-        limited = pipeline_seconds(Pipeline(forward, backward, hops, reach))
-        assert limited == pytest.approx(longest_path(forward, backward, hops, reach))
-        # with one micro-batch in flight they follow one another
-        single = pipeline_seconds(Pipeline(forward, backward, hops, range(1, total + 1)))
-        passed = sum(hops) * 2 * (stages - 1) + sum(map(sum, forward)) + sum(map(sum, backward))
-        assert single == pytest.approx(passed)
-
-
-def test_chunks_are_simulated_in_their_order() -> None:
-    rng = random.Random(3)
-    for _ in range(150):
-        stages, chains = rng.randint(2, 5), [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
-        total = sum(chains)
+        stages, chains = rng.randint(1 + chunked, 5), [rng.randint(1, 4) for _ in range(rng.randint(1, 4) * chunked)]
+        total = sum(chains) if chunked else rng.randint(0, 7)
         forward, backward = ([[rng.random() for _ in range(total)] for _ in range(stages)] for _ in range(2))
         hops, tokens = [rng.random() * 0.3 for _ in range(total)], [rng.randint(1, 9) for _ in range(total)]
-        for limit in (None, 36):
+        for limit in (None, rng.randint(1, 20), 36):
             reach = reaches(tokens, limit, chains)
             expected = longest_path(forward, backward, hops, reach, chains)
             pipeline = Pipeline(forward, backward, hops, reach, None, chains)
             assert pipeline_seconds(pipeline) == pytest.approx(expected)
             assert shared_pipelines([pipeline], 1, math.inf) == pytest.approx(expected)
+        if not chunked:  # with one micro-batch in flight they follow one another
+            single = pipeline_seconds(Pipeline(forward, backward, hops, range(1, total + 1)))
+            passed = sum(hops) * 2 * (stages - 1) + sum(map(sum, forward)) + sum(map(sum, backward))
+            assert single == pytest.approx(passed)
 
 
 # ------------------------------------------------------------------------------------------------------ coefficients

@@ -51,14 +51,6 @@ def test_a_batch_in_a_pipeline() -> None:
         formulas.pipeline_seconds(4, 0, 1.0)
 
 
-def test_communication_inside_a_stage_is_that_between_stages_times_4_l_and_1_minus_1_over_t() -> None:
-    b, s, h, layers = 4, 2048, 12288, 12
-    inter = formulas.inter_elements(b * s, h)
-    assert inter == 2 * b * s * h
-    for tp in (1, 2, 8):
-        assert formulas.intra_elements(b * s, h, tp, layers) == pytest.approx(layers * 4 * (1 - 1 / tp) * inter)
-
-
 def test_the_175b_of_the_source() -> None:
     parameters = gpt_parameters(96, 12288, 51200, 2048)
     assert parameters == pytest.approx(175e9, rel=5e-3)

@@ -83,16 +83,6 @@ def test_the_shares_of_cards_are_those_that_the_results_give() -> None:
     assert published.fitted(CONFIGS, RESULTS) == published.SHARES
 
 
-def test_a_share_is_fitted_from_the_errors() -> None:
-    """Runs of a card with 0.40 of the peak give 0.40."""
-    runs = [config for config in CONFIGS if published.card_of(config) == "B200" and config["parallel"]["pp"] == 1][:6]
-    made_up = {
-        each["id"]: {"step_time_s": sum(published.seconds_of(each, {"B200": 0.40}).values()), "source": "made up"}
-        for each in runs
-    }
-    assert published.fitted(runs, made_up) == {"B200": 0.40}
-
-
 def test_the_page_has_the_errors_and_the_earlier_predictions_with_their_date() -> None:
     page = (ROOT / "docs" / "predicted.md").read_text()
     lines = published.report(CONFIGS, RESULTS)
