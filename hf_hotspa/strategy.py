@@ -482,11 +482,9 @@ def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShap
         )
     for bucket in buckets:
         strategy = bucket.strategy
-        why = (
-            f"it needs {strategy.world_size} processes and {world_size} are running"
-            if strategy.world_size != world_size
-            else strategy.unsupported_reason(model)
-        )
+        why = strategy.unsupported_reason(model)
+        if strategy.world_size != world_size:
+            why = f"it needs {strategy.world_size} processes and {world_size} are running"
         if why:
             whole = legal_strategies(world_size, model)
             legal = ", ".join(map(str, [*whole, *expert_strategies(whole, model)]))

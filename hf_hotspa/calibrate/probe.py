@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.costs.calibration import ExchangeSample, FrozenBase, LayerSample, Link, PhaseSample, SwitchSample
 from hf_hotspa.costs.fit import Sample
-from hf_hotspa.costs.sizes import dtype_bytes
+from hf_hotspa.costs.sizes import MASTER_BYTES, dtype_bytes
 from hf_hotspa.costs.terms import Hop, form_of
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine
@@ -429,7 +429,6 @@ def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
 
 _PIPELINED = 2  # packs of a replica without stages in the comparison with pipelines, which run twice as many
 _WARM_UP_PACKS = 2  # packs of each copy in the warm-up round; the first packs are short and fast
-_GRADIENT_BYTES = 4
 _MOST_IDLE = 1.5
 """Largest factor of waiting for other ranks on the cost of packs on shared cores; more is due to other programs."""
 
@@ -498,7 +497,7 @@ def _moved(description: ModelDescription) -> int:
     segments = [segment for segment in description.vector.segments if segment.unit != BESIDE]
     gradients = sum(segment.numel for segment in segments if segment.trainable)
     loaded = sum(segment.numel * dtype_bytes(segment.dtype) for segment in segments)
-    return round((loaded + _GRADIENT_BYTES * gradients) / (weights + _GRADIENT_BYTES))
+    return round((loaded + MASTER_BYTES * gradients) / (weights + MASTER_BYTES))
 
 
 def _both_ways(probe: Probe, pack: tuple[int, ...]) -> list[tuple[float, float]]:

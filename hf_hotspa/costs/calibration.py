@@ -22,7 +22,7 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.fit import Sample, fit_costs, fit_relative
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
-from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.costs.sizes import MASTER_BYTES, ModelSizes, dtype_bytes
 from hf_hotspa.costs.switch_time import port_seconds
 from hf_hotspa.costs.terms import Cost, Exchanges, Hop
 from hf_hotspa.costs.time import TimeModel
@@ -170,7 +170,6 @@ class Link:
 KIND = "hf_hotspa calibration"
 SCHEMA_VERSION = 1
 CACHE_VARIABLE = "HF_HOTSPA_CACHE"
-_MASTER_BYTES = 4
 _NANOSECOND = 1e-9
 _LARGEST_FACTOR = 2.0
 """Largest factor by which phases are scaled up or down; larger ones are due to disturbed measurements."""
@@ -375,7 +374,7 @@ class Calibration:
         seconds."""
         if not self.switches:
             return 1.0, 0.0
-        cluster, each = self.cluster(), dtype_bytes(self.key.dtype) + _MASTER_BYTES
+        cluster, each = self.cluster(), dtype_bytes(self.key.dtype) + MASTER_BYTES
         rows = [
             [port_seconds(Strategy.parse(s.strategy), s.num_parameters * each, cluster), 1.0] for s in self.switches
         ]

@@ -115,9 +115,8 @@ def layer_cost(
     attention = _attention(shape, tp, hardware, dtype, kernels)
     moved = between_products(shape, tp, kernels) * width / 2 / (device.memory_bandwidth * BANDWIDTH_SHARE)
     # fixed costs of a pack: half-empty tiles, reading the weights three times, or launching the kernels
-    read = parameters + shape.idle_parameters * (
-        (1 - shape.whole_mlp) / tp + shape.whole_mlp
-    )  # a pack uses all experts
+    idle = shape.idle_parameters * ((1 - shape.whole_mlp) / tp + shape.whole_mlp)
+    read = parameters + idle  # a pack uses all experts
     reads = 3 * read * width / device.memory_bandwidth
     fixed = max(matmul * HALF_SIZE, reads, KERNELS_PER_LAYER * KERNEL_S)
     reduced = 4 * all_reduce_seconds(tp, shape.hidden_size * width, hardware)

@@ -28,7 +28,7 @@ LOSS_CHUNK_BYTES = 256 << 20
 """Largest size of the fp32 logits on a rank; the loss of a longer pack is computed in chunks."""
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
-_MASTER_BYTES = 4
+MASTER_BYTES = 4  # of an element of the master store, and of its gradient
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -194,7 +194,7 @@ class ModelSizes:
         if packed is None:
             return frozen * width
         in_form = min(frozen, self.shape.num_layers * packed.weights)
-        return in_form * packed.weight_bytes + (frozen - in_form) * width * (width == _MASTER_BYTES)
+        return in_form * packed.weight_bytes + (frozen - in_form) * width * (width == MASTER_BYTES)
 
     @property
     def layer_bytes(self) -> int:
@@ -357,13 +357,13 @@ class ModelSizes:
         share, rest = -(-trained // num_ranks), -(-frozen // num_ranks) * dtype_bytes(self.compute_dtype)
         if self.packed is not None:  # preparing such a model copies its other weights to fp32
             packed = min(frozen, num_layers * self.packed.weights)
-            rest = math.ceil(((frozen - packed) * _MASTER_BYTES + packed * self.packed.weight_bytes) / num_ranks)
+            rest = math.ceil(((frozen - packed) * MASTER_BYTES + packed * self.packed.weight_bytes) / num_ranks)
         vocabulary = self.shape.vocab_size * self.shape.hidden_size
         embedded = vocabulary if has_embedding and self.added is None else 0
         # small parameters with full states are negligible
         state = embedded * optimizer.element_bytes(embedded, True)
         state += (trained - embedded) * optimizer.element_bytes(vocabulary, False)
-        return MasterSizes(share * _MASTER_BYTES + rest, share * _MASTER_BYTES, math.ceil(state / num_ranks))
+        return MasterSizes(share * MASTER_BYTES + rest, share * MASTER_BYTES, math.ceil(state / num_ranks))
 
     def _fullest(self, layout: Layout, ranks: range, optimizer: OptimizerState) -> MasterSizes:
         assert self.vector is not None

@@ -48,13 +48,11 @@ class RunQuestion:
     limit_source: str = ""  # its origin, in words
     longest: int | None = None  # tokens that must fit; None: the longest row, or with a policy what memory allows
     policy: str = "error"  # one of `OVERLONG_POLICIES`
-    most_tokens: Mapping[Strategy, int] = field(
-        default_factory=dict
-    )  # of packs that ran out of memory, see `Capacities`
+    # of packs that ran out of memory, see `Capacities`
+    most_tokens: Mapping[Strategy, int] = field(default_factory=dict)
     evaluated: Sequence[SequenceTable] = ()  # the scans of evaluation sets: their longest rows must fit, too
-    sampled: bool = (
-        False  # whether longer rows than the scanned ones may come: all that model and memory allow must fit
-    )
+    # whether longer rows than the scanned ones may come: all that model and memory allow must fit
+    sampled: bool = False
     beside: Sequence[Strategy] = ()  # strategies that share the arena
     max_phases: int = 3  # the most buckets
     raced: bool = False  # whether other plans are raced, see `Plan.raced`

@@ -30,7 +30,7 @@ from hf_hotspa.costs.formulas import model_state_bytes, traffic
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, Rising, size
 from hf_hotspa.costs.run_options import RunOptions
-from hf_hotspa.costs.sizes import dtype_bytes
+from hf_hotspa.costs.sizes import MASTER_BYTES, dtype_bytes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, OverlongError
 from hf_hotspa.search.estimate import pack_choices, packed
@@ -57,7 +57,6 @@ CONFIGS = {
 PACKED_TASK = "sft"  # only its trainer packs
 _FP32_LOGITS = 2  # copies of the logits in fp32 that the loss holds at once
 _ROWS = (1, 2, 4, 8, 16)  # sequences of a padded micro-batch
-_MASTER_BYTES = 4
 _Packs = Sequence[Sequence[Sequence[int]]]
 
 
@@ -83,16 +82,12 @@ class Baseline:
 
     @property
     def arguments(self) -> str:
-        size = (
-            f"per_device_train_batch_size={self.padded}"
-            if self.padded
-            else f"per_device_train_batch_size=1, packing=True, max_length={self.pack_tokens}"
-        )
         parts = [
             _ARGUMENTS[self.stage],
             f"gradient_checkpointing={self.recompute}",
             "use_liger_kernel=True" if self.liger else "",
-            size,
+            f"per_device_train_batch_size={self.padded or 1}",
+            "" if self.padded else f"packing=True, max_length={self.pack_tokens}",
         ]
         return ", ".join(filter(None, parts))
 
@@ -145,7 +140,7 @@ class DataParallel:
         return replace(
             breakdown,
             # fp32 weights beside the weights for computation, unless these are fp32
-            master_weights=states(optimizer=_MASTER_BYTES if width < _MASTER_BYTES else 0),
+            master_weights=states(optimizer=MASTER_BYTES if width < MASTER_BYTES else 0),
             master_gradients=0.0,
             optimizer=states(optimizer=sizes.master(1, optimizer).optimizer_bytes / trained),
             weights=states(weights=width) + states(weights=width, of=frozen) + gathered,
@@ -154,7 +149,7 @@ class DataParallel:
             switch=0.0,
             logits=breakdown.logits
             if liger
-            else pack_tokens * sizes.shape.head_rows(1) * (_FP32_LOGITS * _MASTER_BYTES + width % _MASTER_BYTES),
+            else pack_tokens * sizes.shape.head_rows(1) * (_FP32_LOGITS * MASTER_BYTES + width % MASTER_BYTES),
         )
 
     def largest_pack(self, stage: int, recompute: bool, limit_bytes: float | None, liger: bool = False) -> int:
@@ -246,7 +241,7 @@ class DataParallel:
 
     def _gradient_bytes(self, stage: int) -> int:
         """Bytes of a gradient: in DDP weights, and so gradients, are in fp32."""
-        return _MASTER_BYTES if stage == 0 else dtype_bytes(self.dtype)
+        return MASTER_BYTES if stage == 0 else dtype_bytes(self.dtype)
 
     def _strategy(self, recompute: bool) -> Strategy:
         return Strategy(self.memory.world_size, rc=int(recompute))

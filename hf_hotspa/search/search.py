@@ -155,9 +155,8 @@ def search(question: Question, strategies: Iterable[Strategy], options: SearchOp
     if not pool:
         fix = "calibrate the model's strategies"
         raise HotspaConfigError("no strategy has coefficients in the time model", fix=fix)
-    question = (
-        replace(question, longest=max(question.longest, *lengths)) if question.longest < max(lengths) else question
-    )
+    if question.longest < max(lengths):
+        question = replace(question, longest=max(lengths))
     if not any(map(question.holds, pool)):
         raise question.capacities.too_long(question.longest, pool)
     return _Search(question, pool, asked).run()
@@ -321,10 +320,8 @@ class _Search:
             if not mine:
                 continue
             most = max(*(least[index] for index in mine), round_s if rounds else 0.0)
-            seconds, phases = (
-                self.evaluator.seconds_within(strategy, *whole, tokens, most),
-                ((strategy, *whole, tokens),),
-            )
+            seconds = self.evaluator.seconds_within(strategy, *whole, tokens, most)
+            phases = ((strategy, *whole, tokens),)
             for index in mine:
                 if seconds < least[index]:
                     least[index], best[index] = seconds, phases
