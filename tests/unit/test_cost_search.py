@@ -13,7 +13,6 @@ import pytest
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
-from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.costs.time import TimeModel
@@ -200,25 +199,26 @@ def test_a_phase_that_takes_too_long_is_left_and_others_are_exact() -> None:
     assert left > 50
 
 
-def planner(world_size: int, shape=LLAMA_7B, preset: str = "a800-80g"):
-    sizes, hardware = ModelSizes(shape), load_hardware(preset)
-    strategies = [replace(s, sp=s.tp > 1) for s in legal_strategies(world_size, shape)]
-    capacities = Capacities(MemoryModel(sizes, world_size), hardware.device.memory_bytes)
-    return (
-        strategies,
-        TimeModel.analytic(sizes, hardware),
-        capacities,
-        estimate(strategies, sizes, hardware.cluster(world_size)),
-    )
+def planner():
+    """Strategies of a 7B model on eight devices, their capacities, and a search among them."""
+    hardware = load_hardware("a800-80g")
+    time = TimeModel.analytic(SIZES_7B, hardware)
+    strategies = [replace(s, sp=s.tp > 1) for s in legal_strategies(8, LLAMA_7B)]
+    fitting = Capacities(MemoryModel(SIZES_7B, 8), hardware.device.memory_bytes)
+    switch = estimate(strategies, SIZES_7B, hardware.cluster(8))
+
+    def found(lengths, pool=strategies, capacities=fitting, **options) -> Choice:
+        cost = LLAMA_7B.quadratic_cost
+        return searched(lengths, pool, time, capacities, switch, mini_batch_size=256, quadratic_cost=cost, **options)
+
+    return strategies, fitting, found
 
 
 @pytest.mark.parametrize("name", ["commoncrawl", "github", "chat", "uniform"])
 def test_choices_are_legal_and_never_worse_than_static(name: str) -> None:
-    strategies, time, capacities, switch = planner(8)
+    strategies, capacities, found = planner()
     lengths = synthetic_lengths(name, 512, 16384)
-    choice = searched(
-        lengths, strategies, time, capacities, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost
-    )
+    choice = found(lengths)
     assert choice.seconds <= choice.static_seconds
     assert choice.buckets[-1].longest == max(lengths)
     assert parse_buckets(str(choice)) == choice.buckets
@@ -227,14 +227,12 @@ def test_choices_are_legal_and_never_worse_than_static(name: str) -> None:
     assert sum(row.num_sequences for row in choice.rows) == 256
     assert sum(row.num_tokens for row in choice.rows) == pytest.approx(sum(lengths) / 2)
     assert sum(row.compute_s + row.switch_s for row in choice.rows) == pytest.approx(choice.seconds)
-    assert choice == searched(
-        lengths, strategies[::-1], time, capacities, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost
-    )
+    assert choice == found(lengths, strategies[::-1])
 
 
 def test_a_pipeline_without_room_for_many_long_sequences_takes_smaller_packs() -> None:
     """Under a limit that a pipeline full of the longest sequences exceeds, pipelines are not lost."""
-    strategies, time, roomy, switch = planner(8)
+    strategies, roomy, searched_with = planner()
     lengths, longest = synthetic_lengths("commoncrawl", 512, 32768), 32768
     model = roomy.model
     limit = 1.02 * min(model.breakdown(s, longest).total for s in strategies)
@@ -242,10 +240,7 @@ def test_a_pipeline_without_room_for_many_long_sequences_takes_smaller_packs() -
     full = FixedCapacities({s: model.largest_pack(s, limit) for s in strategies})
 
     def found(pool: list[Strategy], capacities: Capacities, max_phases: int = 1) -> Choice:
-        return searched(
-            lengths, pool, time, capacities, switch, mini_batch_size=256, longest=longest, max_phases=max_phases,
-            quadratic_cost=LLAMA_7B.quadratic_cost,
-        )  # fmt: skip
+        return searched_with(lengths, pool, capacities, longest=longest, max_phases=max_phases)
 
     smaller = 0
     for strategy in strategies:
@@ -265,16 +260,10 @@ def test_a_pipeline_without_room_for_many_long_sequences_takes_smaller_packs() -
 
 @pytest.mark.parametrize("name", ["commoncrawl", "chat"])
 def test_packs_are_no_larger_than_is_worth_it(name: str) -> None:
-    strategies, time, _, switch = planner(8)
+    strategies, _, found = planner()
     lengths, capacities = synthetic_lengths(name, 512, 16384), FixedCapacities(dict.fromkeys(strategies, 1 << 20))
 
-    def found(pack_margin: float) -> Choice:
-        return searched(
-            lengths, strategies, time, capacities, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost,
-            pack_margin=pack_margin,
-        )  # fmt: skip
-
-    fast, slim = found(0.0), found(0.05)
+    fast, slim = (found(lengths, capacities=capacities, pack_margin=margin) for margin in (0.0, 0.05))
     assert [bucket.strategy for bucket in slim.buckets] == [bucket.strategy for bucket in fast.buckets]
     pairs = list(zip(fast.rows, slim.rows, strict=True))
     assert all(b.bucket.pack_tokens <= a.bucket.pack_tokens for a, b in pairs)
@@ -320,11 +309,10 @@ def test_bad_input() -> None:
         searched([5], [Strategy(1, 2, 1)], time, capacities, switch)
     with pytest.raises(HotspaConfigError, match="max_phases 0"):
         searched([5], capacities.capacities, time, capacities, switch, max_phases=0)
-    strategies, time, memory, switch = planner(8)
     with pytest.raises(
         DeviceMemoryError, match="a limit of [0-9]+MiB .* with .*, or sequences of at most [0-9]+ tokens"
     ):
-        searched([10_000_000], strategies, time, memory, switch)
+        planner()[-1]([10_000_000])
 
 
 @pytest.mark.parametrize("num_layers", [8, 7])
