@@ -32,9 +32,9 @@ class Machine:
         return extra, race.observe(seconds, predicted if race.wants else [predicted[plan]], not first)
 
 
-def held(machine, steps=STEPS, num_steps=STEPS):
-    """A whole run: the race, what the first race cost beyond the best plan, and all that was said."""
-    race = Race([f"plan {i}" for i in range(len(machine.factors))], num_steps)
+def held(machine, steps=STEPS, num_steps=STEPS, race=None):
+    """A whole run, or some more steps: the race, what it cost beyond the best plan, and all that was said."""
+    race = race or Race([f"plan {i}" for i in range(len(machine.factors))], num_steps)
     cost, said = 0.0, []
     for _ in range(steps):
         was_on = race.is_on
@@ -139,17 +139,13 @@ def test_a_slow_neighbour_and_longer_data_open_the_race_again():
     race, _, said = held(machine, steps=60, num_steps=1000)
     assert race.plan == 0
     machine.factors = [2.0, 1.1]  # what the first one needs is taken by somebody else
-    for _ in range(80):
-        verdict = machine.step(race)[1]
-        said += [verdict] if verdict else []
+    said += held(machine, 80, race=race)[2]
     assert race.plan == 1
     assert said[1].why.startswith("mini-batches take 1.") or said[1].why.startswith("mini-batches take 2.")
     machine = Machine([1.0, 1.1], [1.0, 1.1], noise=0.01, spikes=0.0)
     race, _, said = held(machine, steps=60, num_steps=1000)
     machine.factors, machine.predicted = [2.0, 1.1], [2.0, 1.1]  # lengths that suit the other one
-    for _ in range(60):
-        verdict = machine.step(race)[1]
-        said += [verdict] if verdict else []
+    said += held(machine, 60, race=race)[2]
     assert race.plan == 1
     assert "for these lengths plan 1" in said[1].why
     assert "raced again" in str(said[1])
@@ -160,7 +156,7 @@ def test_a_resumed_race_does_as_the_whole_one(stop):
     def run(interrupted):
         machine = Machine([1.1, 1.0, 1.3], [1.0, 1.05, 1.1], seed=7)
         race, plans = Race(["a", "b", "c"], STEPS), []
-        for step in range(60):
+        for step in range(120):
             if step == 60:
                 machine.factors = [1.0, 2.0, 1.3]
             if interrupted and step == stop:
