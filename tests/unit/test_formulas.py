@@ -85,6 +85,7 @@ def test_every_division_once() -> None:
     assert all(p * t * d == 32 for p, t, d in found)
     assert divisions(8, 4, 1, 2, 4) == [(1, 2, 4), (1, 4, 2), (2, 1, 4), (2, 2, 2), (2, 4, 1)]
     assert divisions(7, 6, 1, 4, 4) == []
+    assert divisions(3, 6, 1, 1, 4) == [(1, 1, 3)]
 
 
 def test_rows_follow_the_formulas(found: FormulaTable) -> None:

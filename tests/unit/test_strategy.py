@@ -225,6 +225,20 @@ def test_what_a_strategy_lacks_is_said(strategy: str, change: dict[str, object],
         assert says in (why or "")
 
 
+def test_legal_strategies() -> None:
+    assert [str(s) for s in legal_strategies(4, LLAMA)] == [
+        "dp4",
+        "dp2tp2",
+        "tp4",
+        "dp2pp2",
+        "tp2pp2",
+        "pp4",
+    ]
+    assert [str(s) for s in legal_strategies(7, LLAMA)] == ["dp7"]
+    bare = replace(LLAMA, has_tp_plan=False, has_pp_plan=False)
+    assert legal_strategies(8, bare) == [Strategy(dp=8)]
+
+
 # ----------------------------------------------------------------------------------------------- the bucket grammar
 
 
