@@ -4,7 +4,6 @@
     python benchmarks/step.py --ranks 4 --model 0.9M --dtype bf16 --rounds 5 --json out/step.json
     python benchmarks/step.py --hot dp4:512@1024,dp2tp2:2048,tp4:4096 --lengths lengths.json
     python benchmarks/step.py --trainer-overhead          # only the last part
-    python benchmarks/step.py --distributions --model 0.9M --rounds 7     # auto against static: distributions.py
 
 Printed last: the share of a step that `HotSPaTrainer` spends outside of the engine.
 
@@ -29,7 +28,6 @@ from typing import Any
 from unittest.mock import patch
 
 from contest import MODELS, Side, make_model, make_sides, mini_batch_lengths, one_each
-from distributions import NAMES, compare_distributions
 from result_file import write_json
 from trainer_overhead import trainer_overhead
 
@@ -293,20 +291,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="print rank 0's cProfile")
     parser.add_argument("--trainer-overhead", action="store_true", help="only the overhead of HotSPaTrainer")
     parser.add_argument("--trainer-steps", type=int, default=8, help="steps of HotSPaTrainer; 0 leaves that part out")
-    parser.add_argument(
-        "--distributions", nargs="*", choices=NAMES, metavar="NAME", help="only auto, over these distributions (all)"
-    )
-    parser.add_argument("--tokens", type=int, default=6144, help="tokens of a mini-batch, about, with --distributions")
     parser.add_argument("--quick", action="store_true", help="a few seconds: less of everything")
     parser.add_argument("--json", metavar="FILE", help="also write everything to a file")
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.ranks < 1 or options.trainer_steps in (1, *range(-9, 0)):
         parser.error("--rounds and --ranks must be at least 1, --trainer-steps at least 2, or 0")
-    if options.distributions == []:
-        options.distributions = list(NAMES)
     if options.quick:
         options.model, options.rounds, options.warmup, options.budget, options.trainer_steps = "0.9M", 2, 1, 64, 2
-        options.num_short, options.long, options.tokens = 8, options.budget * options.ranks, 512
+        options.num_short, options.long = 8, options.budget * options.ranks
     return options
 
 
@@ -315,14 +307,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lengths = mini_batch_lengths(options)
     facts = machine_facts(options)
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    if options.distributions:
-        print(
-            f"model {options.model} {options.dtype}; sequences up to {options.long}, about {options.tokens} tokens a mini-batch;"
-            f" {options.rounds} rounds",
-            flush=True,
-        )
-        write_json(options.json, {"machine": facts, "options": vars(options)} | compare_distributions(options))
-        return
     print(
         f"model {options.model} {options.dtype}; mini-batch of {len(lengths)} sequences, {sum(lengths)} tokens, longest "
         f"{max(lengths)}; budget {options.budget} x {options.budget_rule.replace('-', ' x ')} tokens per pack;"

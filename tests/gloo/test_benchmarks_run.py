@@ -299,21 +299,6 @@ def test_auto_after_its_race(quick: Quick) -> None:
 
 
 @pytest.mark.slow
-def test_auto_over_distributions(quick: Quick) -> None:
-    names = ["all equal", "commoncrawl"]
-    found, text = quick("step", "--distributions", *names)
-    assert [row["distribution"] for row in found["rows"]] == names
-    for row in found["rows"]:
-        assert {"auto", "static again"} < set(row["seconds"])
-        assert any("pp" in name for name in row["seconds"])
-        assert all(
-            len(values) == found["options"]["rounds"] == len(row["phases"]) for values in row["seconds"].values()
-        )
-        assert row["wall"]["noise"] >= 0
-        assert row["distribution"] in text
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_peers(quick: Quick, tmp_path: Path, ranks: int) -> None:
