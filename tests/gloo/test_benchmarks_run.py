@@ -135,22 +135,6 @@ def test_packed_hybrids(quick: Quick) -> None:
 
 
 @pytest.mark.slow
-def test_token_pipeline(quick: Quick) -> None:
-    found, text = quick("token_pipeline")
-    assert sum(found["chunks"]) == 512
-    assert max(found["chunks"]) <= 128
-    for side, passes in (("whole", 1), ("chunks", len(found["chunks"]))):
-        measured = found["pp2"][side]
-        for times in (*measured["forward"], *measured["backward"]):
-            assert len(times) == passes
-            assert min(times) > 0
-        # no stage is done before it has run all of its passes
-        busiest = max(map(sum, zip(map(sum, measured["forward"]), map(sum, measured["backward"]), strict=True)))
-        assert found["simulated"]["pp2"][side] >= busiest * (1 - 1e-9)
-    assert "pp4 simulated" in text
-
-
-@pytest.mark.slow
 def test_interleaved(quick: Quick) -> None:
     found, text = quick("interleaved", "--packs", "2", "3", "--vocabulary", "32")
     two, three = found["runs"]
