@@ -1,29 +1,27 @@
 """Planner oracles: the fractional optimum of direct and of relay switches as linear programmes, and instances for them.
 
-Run `python benchmarks/planner_bounds.py` for the table of how near the planner's decisions come to the optimum.
+`planner.py` prints how near the planner's decisions come to the optimum.
 The programmes are solved by HiGHS through scipy. Everything is counted in bytes and seconds of the fluid port model
 (`hf_hotspa.plan.switch_plan`); nothing here is measured on a device.
 """
 
-import argparse
 import random
-import time
-from collections.abc import Iterator, Sequence
-from itertools import permutations
+from collections.abc import Sequence
 
 import numpy as np
-from port_bounds import PieceClass, demands_of, pulls_of, sending_shares
+from planner_cases import sharded_pair, weights
+from port_bounds import PieceClass, classes_of, demands_of, pulls_of, sending_shares
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.layout.stages import StageCosts, nested_orders
+from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.relay import landing_shares, pulling_shares
 from hf_hotspa.plan.switch_plan import PortLoads, nic_bandwidth
-from hf_hotspa.strategy import Coord, Strategy, strategies_of
+from hf_hotspa.strategy import Strategy
 
-NUM_LAYERS, HIDDEN, FFN, VOCABULARY = 60, 6656, 17920, 32000
-"""The 32B model of the switch tables."""
+MODEL = "32B"
+"""Of the switch tables."""
 
 
 class _Programme:
@@ -138,7 +136,7 @@ def direct_bound_lp(classes: Sequence[PieceClass], cluster: Cluster) -> float:
     return programme.seconds()
 
 
-def planned_hops(classes: Sequence[PieceClass], cluster: Cluster, *, neighbours: bool = True) -> list[PortLoads]:
+def planned_hops(classes: Sequence[PieceClass], cluster: Cluster) -> list[PortLoads]:
     """The loads of the relay plan: feeding neighbours that send, crossing, then forwarding and pulling in the nodes."""
     feed, cross, forward = (PortLoads.zero(cluster) for _ in range(3))
     pulls, demands = pulls_of(classes, cluster), demands_of(classes, cluster)
@@ -150,7 +148,7 @@ def planned_hops(classes: Sequence[PieceClass], cluster: Cluster, *, neighbours:
     for near, rank, num_bytes in pulls:
         servers, shares = zip(*serving[near], strict=True)
         forward.add(servers, rank, num_bytes * np.array(shares))
-    sending = sending_shares(demands, cluster, forward, neighbours=neighbours)
+    sending = sending_shares(demands, cluster, forward)
     for owners, node, needers, num_bytes in demands:
         landers, parts = (np.array(column) for column in zip(*landing[node, needers], strict=True))
         for sender, share in sending[owners, node]:
@@ -161,61 +159,18 @@ def planned_hops(classes: Sequence[PieceClass], cluster: Cluster, *, neighbours:
     return [feed, cross, forward]
 
 
-def _merged(pieces: Iterator[PieceClass]) -> list[PieceClass]:
-    total: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
-    for num_bytes, owners, needers in pieces:
-        total[owners, needers] = total.get((owners, needers), 0.0) + num_bytes
-    return [PieceClass(num_bytes, *key) for key, num_bytes in total.items()]
-
-
-def _holders(strategy: Strategy, stage: int, shard: int) -> tuple[int, ...]:
-    """The ranks that hold a tp shard of a stage, by dp coordinate."""
-    coordinate = strategy.shard_order.index(shard) if strategy.shard_order else shard
-    return tuple(strategy.rank(Coord(dp, coordinate, stage)) for dp in range(strategy.dp))
-
-
-def _units(a: Strategy, b: Strategy) -> Iterator[tuple[int, int, int, int]]:
-    """(sharded elements, replicated elements, stage in a, stage in b) of the embedding, each layer, and the head."""
-    layer, vocabulary = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN, VOCABULARY * HIDDEN
-    cuts = [StageCosts((layer,) * NUM_LAYERS, vocabulary).stages(s.pp) for s in (a, b)]
-    yield vocabulary, 0, 0, 0
-    for index in range(NUM_LAYERS):
-        at_a, at_b = (next(i for i, layers in enumerate(cut) if index in layers) for cut in cuts)
-        yield layer, 2 * HIDDEN, at_a, at_b
-    yield vocabulary, HIDDEN, a.pp - 1, b.pp - 1
+def _classes(source: Layout, target: Layout) -> list[PieceClass]:
+    return classes_of(source, target, [2] * len(target.placements))
 
 
 def parameter_classes(a: Strategy, b: Strategy) -> list[PieceClass]:
     """The bf16 weights of the 32B model from one strategy to another; every replica holds and needs all."""
-
-    def pieces() -> Iterator[PieceClass]:
-        cells = int(np.lcm(a.tp, b.tp))
-        for sharded, replicated, at_a, at_b in _units(a, b):
-            for i in range(cells):
-                yield PieceClass(
-                    2 * sharded / cells, _holders(a, at_a, i * a.tp // cells), _holders(b, at_b, i * b.tp // cells)
-                )
-            if replicated:
-                everyone = (
-                    tuple(range(stage * s.dp * s.tp, (stage + 1) * s.dp * s.tp)) for s, stage in ((a, at_a), (b, at_b))
-                )
-                yield PieceClass(2.0 * replicated, *everyone)
-
-    return _merged(pieces())
+    return _classes(weights(MODEL, a), weights(MODEL, b))
 
 
 def gradient_classes(a: Strategy, b: Strategy) -> list[PieceClass]:
     """The bf16 gradients, cut over dp across the tp cut: one owner and one needer for each element."""
-
-    def pieces() -> Iterator[PieceClass]:
-        cells, cuts = int(np.lcm(a.tp, b.tp)), int(np.lcm(a.dp, b.dp))
-        for sharded, _, at_a, at_b in _units(a, b):
-            for i in range(cells):
-                have, want = _holders(a, at_a, i * a.tp // cells), _holders(b, at_b, i * b.tp // cells)
-                for j in range(cuts):
-                    yield PieceClass(2 * sharded / cells / cuts, (have[j * a.dp // cuts],), (want[j * b.dp // cuts],))
-
-    return _merged(pieces())
+    return _classes(*sharded_pair(MODEL, a, b))
 
 
 def random_classes(seed: int, cluster: Cluster, count: int = 40) -> list[PieceClass]:
@@ -230,63 +185,3 @@ def random_classes(seed: int, cluster: Cluster, count: int = 40) -> list[PieceCl
         )
         for _ in range(count)
     ]
-
-
-def pool(world_size: int, *, nested: bool) -> list[Strategy]:
-    """Every strategy of a world size that the model allows, in plain or in nested order."""
-    legal = [s for s in strategies_of(world_size) if s.pp <= NUM_LAYERS]
-    if not nested:
-        return legal
-    orders = nested_orders(legal, [1] * NUM_LAYERS, StageCosts((1,) * NUM_LAYERS))
-    return [s.ordered(orders[s]) for s in legal]
-
-
-def _ratio(classes: Sequence[PieceClass], cluster: Cluster, *, neighbours: bool = True) -> tuple[float, float]:
-    """(planned seconds / optimum, bytes fed to neighbours / all bytes that leave a node)."""
-    hops = planned_hops(classes, cluster, neighbours=neighbours)
-    planned, optimum = sum(hops, PortLoads.zero(cluster)).seconds(cluster), relay_bound_lp(classes, cluster)
-    fed = hops[0].sent_intra.sum() / max(hops[1].sent_inter.sum(), 1.0)
-    return (planned / optimum if optimum > 1e-9 else 1.0), float(fed)
-
-
-def main() -> None:
-    """Prints the ratio of the planner's decisions to the optimum, for regular and for irregular instances."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--random", type=int, default=200)
-    options = parser.parse_args()
-    for world in options.devices:
-        for per_node in (2, 8):
-            for nics in (None, 1):
-                cluster = Cluster(world, per_node, nics_per_node=nics)
-                for nested in (False, True):
-                    for make in (parameter_classes, gradient_classes):
-                        start, ratios, two_hops, fed = time.perf_counter(), [], [], []
-                        for a, b in permutations(pool(world, nested=nested), 2):
-                            classes = make(a, b)
-                            ratio, share = _ratio(classes, cluster)
-                            ratios.append((ratio, f"{a}->{b}"))
-                            fed.append((share, f"{a}->{b}"))
-                            two_hops.append(_ratio(classes, cluster, neighbours=False)[0] if share else ratio)
-                        print(
-                            f"{world} devices, {per_node} a node, {'1 NIC a node' if nics else 'NIC per device'}, "
-                            f"{'nested' if nested else 'plain'}, {make.__name__}: {len(ratios)} pairs, "
-                            f"max {max(ratios)[0]:.4f} ({max(ratios)[1]}), mean {np.mean([r for r, _ in ratios]):.4f}; "
-                            f"owners only: max {max(two_hops):.3f}, {sum(r > 1.02 for r in two_hops)} above 1.02; "
-                            f"neighbours send on {sum(s > 0 for s, _ in fed)} pairs, most {max(fed)[0]:.3f} of the bytes"
-                            f" ({max(fed)[1]}); {time.perf_counter() - start:.1f} s",
-                            flush=True,
-                        )
-    for world, per_node in ((8, 2), (16, 4), (32, 8)):
-        for nics in (None, 1):
-            cluster = Cluster(world, per_node, nics_per_node=nics)
-            found = np.array([_ratio(random_classes(seed, cluster), cluster)[0] for seed in range(options.random)])
-            print(
-                f"irregular, {world} devices, {per_node} a node, {'1 NIC a node' if nics else 'NIC per device'}: "
-                f"mean {found.mean():.4f}, p95 {np.quantile(found, 0.95):.4f}, max {found.max():.4f}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()

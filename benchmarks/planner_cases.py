@@ -5,7 +5,6 @@ Everything is made without torch, from shapes alone, and cached: a benchmark ask
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -170,11 +169,6 @@ def bit_reversed(strategy: Strategy) -> Strategy:
     if bits < 2:
         return strategy
     return strategy.ordered(tuple(int(f"{tp:0{bits}b}"[::-1], 2) for tp in range(strategy.tp)))
-
-
-def neighbours(chain: Sequence[Strategy]) -> list[tuple[Strategy, Strategy]]:
-    """The switches of a chain of phases, without the first load."""
-    return list(pairwise(chain))
 
 
 def cluster_of(world_size: int, per_node: int, nic: str) -> Cluster:

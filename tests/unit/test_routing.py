@@ -8,10 +8,10 @@ from planner_bounds import (  # type: ignore[import-not-found]
     gradient_classes,
     parameter_classes,
     planned_hops,
-    pool,
     random_classes,
     relay_bound_lp,
 )
+from planner_cases import pool  # type: ignore[import-not-found]
 from port_bounds import (  # type: ignore[import-not-found]
     PieceClass,
     demands_of,
@@ -89,10 +89,10 @@ def ratio(classes, cluster):
 @pytest.mark.parametrize("per_node", [2, 8])
 @pytest.mark.parametrize("make", [parameter_classes, gradient_classes])
 def test_regular_pairs_reach_the_optimum(make, per_node, nics):
-    """Every fifth pair of 16 devices, plain and nested; `benchmarks/planner_bounds.py` runs them all."""
+    """Every fifth pair of 16 devices, plain and nested; `benchmarks/planner.py` runs them all."""
     cluster = Cluster(16, per_node, nics_per_node=nics)
     for nested in (False, True):
-        for a, b in list(permutations(pool(16, nested=nested), 2))[:: 10 if nested else 9]:
+        for a, b in list(permutations(pool(16, "32B", nested=nested), 2))[:: 10 if nested else 9]:
             assert ratio(make(a, b), cluster) <= 1.02, (str(a), str(b))
 
 
