@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from contest import make_model
-from result_file import write_json
+from result_file import command_line, write_json
 
 from hf_hotspa.commands.bench.workload import LENGTHS, draw, make_rows, rows_of_mini_batch
 from hf_hotspa.commands.rank_world import WorldError, run_world
@@ -324,7 +324,7 @@ def table(results: dict[str, Any], steps: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Runs cells that have not run yet, and prints all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--published", action="store_true", help="models and length files of side_by_side.py, no seed")
     parser.add_argument(
@@ -338,9 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=200, help="of the run whose first mini-batches are raced")
     parser.add_argument("--repeats", type=int, default=8, help="mini-batches that are compared")
     parser.add_argument("--minutes", type=float, default=90, help="after which no cell begins")
-    parser.add_argument("--json", type=Path, help="out/auto-SEED.json where not given")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--quick", action="store_true", help="small mini-batches, a short run: does it run at all?")
     options = parser.parse_args(arguments)
     if options.quick:
         options.tokens, options.longest, options.steps, options.repeats = 512, 256, 60, 2

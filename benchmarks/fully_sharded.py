@@ -24,7 +24,7 @@ from contest import MODELS, make_model
 from peers.live import LiveSide, SideError, in_turns
 from peers.sides import Side
 from peers.work import Work
-from result_file import write_json
+from result_file import command_line, given_options, write_json
 
 UNCOUNTED = 2
 
@@ -45,7 +45,7 @@ PEERS = (
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="7M")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
@@ -55,8 +55,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", help="parts of the names of the sides that run; all when left out")
     parser.add_argument("--limit-s", type=float, default=120.0, help="the longest that a side may take for a turn")
     parser.add_argument("--logs", type=Path, default=Path("out/fully-sharded-logs"))
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.length, options.packs, options.steps = "0.9M", 32, 2, 3
@@ -140,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if ran:
         print(f"losses agree to {max(losses) - min(losses):.1e}")
     result = {
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k != "json"},
+        "options": given_options(options),
         "cores": os.cpu_count(),
         "sides": found,
         "ratios": ratios,

@@ -24,14 +24,12 @@ import random
 import statistics
 import tempfile
 from collections.abc import Sequence as Ordered
-from pathlib import Path
 from typing import Any
 
 import torch
 import trl
 from datasets import Dataset, Features, Image, Sequence, Value
-from result_file import write_json
-from step import machine_facts
+from result_file import command_line, given_options, machine_facts, write_json
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.trainer_callback import PrinterCallback
 from trl_trainers import be_quiet, turn
@@ -61,7 +59,7 @@ WANTED = 1.5
 
 def parse_options(arguments: Ordered[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--part", choices=("exactness", "speed"), help="only this one")
     parser.add_argument("--families", nargs="+", default=["qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4", "mistral3"])
     parser.add_argument("--ranks", type=int, default=4)
@@ -72,8 +70,6 @@ def parse_options(arguments: Ordered[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--strategies", default="dp4:600@2048,dp2tp2:4096", help="as in hotspa_strategies")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.families, options.ranks, options.rows, options.batch, options.longest = ["qwen3_vl"], 2, 4, 2, 40
@@ -209,7 +205,7 @@ def print_speed(measured: dict[str, Any]) -> dict[str, float]:
 def main(arguments: Ordered[str] | None = None) -> dict[str, Any]:
     """Measures, prints and writes."""
     options = parse_options(arguments)
-    result: dict[str, Any] = {"options": {k: v for k, v in vars(options).items() if k != "json"}}
+    result: dict[str, Any] = {"options": given_options(options)}
     if options.part != "speed":
         unknown = set(options.families) - VISION_FAMILIES.keys()
         if unknown:
@@ -217,7 +213,7 @@ def main(arguments: Ordered[str] | None = None) -> dict[str, Any]:
         result["exactness"] = run_world(2, packed_against_single, options.families)
         print_exactness(result["exactness"])
     if options.part != "exactness":
-        result["machine"] = machine_facts(options)
+        result["machine"] = machine_facts(options.ranks)
         with tempfile.TemporaryDirectory() as options.folder:
             result["speed"] = run_world(options.ranks, measure, options)
         result["ratios"] = print_speed(result["speed"])

@@ -16,12 +16,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from result_file import write_json
+from result_file import command_line, given_options, write_json
 
 from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.costs.time import Pipeline, pipeline_seconds
@@ -37,15 +36,13 @@ ROUNDS = (1, 2)
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--packs", type=int, nargs="+", default=[2], help="how many; several numbers are run in turn")
     parser.add_argument("--tokens", type=int, default=1024, help="of each pack")
     parser.add_argument("--layers", type=int, default=8, help="a multiple of 4, so that stages take about as long")
     parser.add_argument("--hidden", type=int, default=512, help="a multiple of 256; 2048 is Llama-3.2-1B")
     parser.add_argument("--vocabulary", type=int, help="tokens; in proportion to the width when not given")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.tokens, options.layers, options.hidden, options.repeats = 64, 4, 256, 1
@@ -140,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse_options(arguments)
     measured = {rounds: run_world(2, run_side, options, rounds) for rounds in ROUNDS}
     runs = [_run(count, {rounds: measured[rounds][i] for rounds in ROUNDS}) for i, count in enumerate(options.packs)]
-    result = {"options": {k: v for k, v in vars(options).items() if k != "json"}, "runs": runs}
+    result = {"options": given_options(options), "runs": runs}
     for run in runs:
         print(f"{run['packs']} packs of {options.tokens} tokens, {options.layers} layers")
         for name, side in run["sides"].items():

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from result_file import write_json
+from result_file import command_line, given_options, write_json
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from hf_hotspa.calibrate.model_calibration import calibrate
@@ -37,7 +37,7 @@ STAGES = 2
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heavy", type=int, default=1, help="which layer is dense")
@@ -45,8 +45,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024, help="of each pack")
     parser.add_argument("--packs", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.layers, options.hidden, options.width, options.tokens, options.repeats = 4, 64, 512, 64, 1
@@ -137,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         result: dict[str, Any] = run_world(STAGES, run_cuts, options, cache)
     slowest = [max(stages) for stages in result["stages"]]
-    result["options"] = {k: v for k, v in vars(options).items() if k != "json"}
+    result["options"] = given_options(options)
     result["ours / best"] = slowest[result["ours"] - 1] / min(slowest)
     result["by parameters / best"] = slowest[result["by parameters"] - 1] / min(slowest)
     for layers, seconds in result["layers"]:

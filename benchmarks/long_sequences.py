@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from result_file import write_json
+from result_file import command_line, given_options, write_json
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from hf_hotspa.calibrate.probe import PeakMemory, freeing_at_once
@@ -42,7 +41,7 @@ OfSide = dict[int, dict[str, float]]
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384], help="for memory")
     parser.add_argument("--long", type=int, default=65536, help="tokens for the memory of the sides in chunks alone")
     parser.add_argument("--hidden", type=int, default=64, help="of the model for memory; 2048 is Llama-3.2-1B")
@@ -55,8 +54,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timed-chunk", type=int, default=2048)
     parser.add_argument("--timed-head", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3, help="in which every side is timed once")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.tokens, options.long, options.chunk, options.head = [256, 512], 1024, 128, 64
@@ -290,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     aims = [*memory_aims(options, found, growth), *time_aims(seconds)]
     print("\n".join(map(str, aims)))
     result = {
-        "options": {k: v for k, v in vars(options).items() if k != "json"},
+        "options": given_options(options),
         "sides": found,
         "growth": growth,
         "carried": carried_bytes(options),

@@ -15,18 +15,17 @@ without padding, and with causal attention counted within each sequence; recompu
 
 import argparse
 import gc
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from peers.sides.common import tokenizer
+from result_file import command_line, write_json
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -354,7 +353,7 @@ def table(
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--lengths", default="commoncrawl", choices=list(LENGTHS))
     parser.add_argument("--longest", type=int, default=32768, help="tokens at which lengths are cut")
     parser.add_argument("--rows", type=int, default=64, help="sequences of a mini-batch")
@@ -374,8 +373,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--padded-rows", type=int, nargs="*", default=[1], help="likewise, where it pads")
     parser.add_argument("--pack-tokens", type=int, default=32768, help="packs of ours without auto")
     parser.add_argument("--profile", action="store_true", help="also profile one mini-batch of each side")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     options.adapted = options.lora or options.qlora
     options.hidden = options.hidden or (4096 if options.adapted else 1024)
@@ -422,10 +419,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flops = flops_of(options, [len(row["input_ids"]) for row in rows]) / options.steps
     peak = peak_flops(head["gpu"])
     print(f"\n{table(found, options, tokens, flops, peak)}")
-    if options.json:
-        data = head | {"unsupported": unsupported, "flops_of_a_mini_batch": flops, "peak_flops": peak}
-        data |= {"sides": {name: [asdict(each) for each in runs] for name, runs in found.items()}}
-        options.json.write_text(json.dumps(data, indent=1))
+    data = head | {"unsupported": unsupported, "flops_of_a_mini_batch": flops, "peak_flops": peak}
+    data |= {"sides": {name: [asdict(each) for each in runs] for name, runs in found.items()}}
+    write_json(options.json, data)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from result_file import write_json
+from result_file import command_line, given_options, write_json
 
 from hf_hotspa.commands.rank_world import run_world
 
@@ -119,14 +119,12 @@ def run_sides(rank: int, world_size: int, options: argparse.Namespace, lengths: 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--family", default="qwen3_5_text", choices=("qwen3_5_text", "qwen3_next"))
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--rows", type=int, default=64, help="documents of a mini-batch")
     parser.add_argument("--pack-tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.hidden, options.rounds, options.pack_tokens = 64, 1, 512
@@ -145,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             f"{what}: {medians[SIDES[0]]:.3f} CPU s at once, {medians[SIDES[1]]:.3f} one by one: {ratios[name]:.2f} times as fast"
         )
     result = {
-        "options": {k: v for k, v in vars(options).items() if k != "json"},
+        "options": given_options(options),
         "lengths": lengths,
         "sides": sides,
         "ratios": ratios,

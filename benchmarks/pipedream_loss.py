@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from resize_loss import LENGTH, curves, make_rows
-from result_file import write_json, write_text
+from result_file import command_line, given_options, write_json, write_text
 from stragglers import make_model
 
 from hf_hotspa.commands.rank_world import run_world
@@ -41,7 +41,7 @@ TITLE = "Loss of synchronous 1F1B and of PipeDream"
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=50, help="mini-batches")
     parser.add_argument("--stages", type=int, default=4, help="of the pipeline, one process each")
     parser.add_argument("--packs", type=int, default=8, help="of a mini-batch")
@@ -50,9 +50,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--evaluated", type=int, default=8, help="mini-batches of rows that are not trained")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--svg", type=Path, help="write the curves there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.stages, options.layers, options.packs, options.evaluated = 2, 2, 2, 3, 1
@@ -114,8 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     delays = {name: mode.delays(options.stages) for name, mode in SIDES.items() if mode is not None}
     for name, delay in delays.items():
         print(f"{name}: weights are behind by {', '.join(map(str, delay))} packs on stages 0 to {options.stages - 1}")
-    given = {k: v for k, v in vars(options).items() if k not in ("json", "svg")}
-    result = {"options": given, "sides": found}
+    result = {"options": given_options(options), "sides": found}
     write_json(options.json, result)
     if options.svg:
         write_text(options.svg, curves(found, options.steps, TITLE))

@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from planner_cases import (
 from planner_targets import chains, modelled_table
 from planner_timing import planning_times
 from port_bounds import classes_of, lower_bound
-from result_file import write_json
+from result_file import command_line, given_options, write_json
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout
@@ -235,18 +236,14 @@ def print_times(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Switch plans against their bounds, and planning time.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_line(__doc__)
+    parser.set_defaults(json=Path("out/planner.json"))
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 16], help="above 64 the bound is a closed form")
     parser.add_argument("--per-node", type=int, nargs="+", default=[2, 8], help="devices of a node")
     parser.add_argument("--most", type=int, default=1000, help="switches of a kind; above, a fixed random sample")
     parser.add_argument("--random", type=int, default=200, help="irregular instances of each cluster")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--largest", default="70B", choices=("7B", "32B", "70B", "405B"), help="of the planning times")
-    parser.add_argument("--quick", action="store_true", help="a few seconds: 8 devices, few switches, small models")
-    parser.add_argument("--json", metavar="FILE", default="out/planner.json", help="where everything is written")
     options = parser.parse_args(arguments)
     if options.quick:
         options.devices, options.per_node, options.most, options.random, options.largest = [8], [2], 4, 5, "7B"
@@ -260,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {
         "machine": {"machine": platform.machine(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2)},
         "python": platform.python_version(),
-        "options": vars(options),
+        "options": given_options(options),
         "evidence": "modelled, except planning times",
     }
     for part in PARTS:

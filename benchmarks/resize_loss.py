@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from result_file import write_json, write_text
+from result_file import command_line, given_options, write_json, write_text
 from stragglers import make_model
 
 from hf_hotspa.commands.rank_world import run_world
@@ -121,16 +121,14 @@ COLOURS = ("#1b1f24", "#2f6fde", "#17926b", "#c2410c", "#7c3aed", "#b45309", "#b
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--part", choices=list(PARTS), default="one")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--period", type=int, default=25, help="steps from one look at the variation to the next")
     parser.add_argument("--evaluated", type=int, default=8, help="mini-batches of rows that are not trained")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--svg", type=Path, help="write the curves there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.layers, options.period, options.evaluated = 2, 1, 1, 1
@@ -247,8 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"{'left out':<14}" + "".join(f"{side['left_out']:>16.4f}" for side in found.values()))
     print(f"{'cpu s a step':<14}" + "".join(f"{side['cpu_s']:>16.4f}" for side in found.values()))
     print("\n" + PAPER)
-    given = {k: v for k, v in vars(options).items() if k not in ("json", "svg")}
-    result = {"options": given, "sides": found}
+    result = {"options": given_options(options), "sides": found}
     write_json(options.json, result)
     if options.svg:
         write_text(options.svg, curves(found, options.steps))

@@ -1,8 +1,47 @@
-"""The files in which a benchmark leaves its numbers and pictures."""
+"""What benchmarks share: the options that each has, the facts of a machine, and the files of numbers and pictures."""
 
+import argparse
 import json
+import os
+import platform
 from pathlib import Path
 from typing import Any
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The text as it is written, and the default of each option."""
+
+
+def command_line(text: str | None) -> argparse.ArgumentParser:
+    """A command that is described by a text, with `--json`, where its numbers go, and `--quick`."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=_Help)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
+    return parser
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options as a result has them: without the files that are written."""
+    values = {name: value for name, value in vars(options).items() if name not in ("json", "svg")}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def machine_facts(ranks: int) -> dict[str, Any]:
+    """What a number depends on that several processes of this machine gave."""
+    import torch
+    import transformers
+
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "machine": platform.machine(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "ranks": ranks,
+        "threads_per_rank": 1,
+        "backend": "gloo",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def write_text(path: str | Path | None, text: str) -> None:

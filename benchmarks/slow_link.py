@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rate_limit import NodePorts, RateLimitedTransport
-from result_file import write_json
+from result_file import command_line, given_options, machine_facts, write_json
 from switches import (
     DTYPES,
     MODELS,
@@ -33,7 +33,6 @@ from switches import (
     check,
     fill,
     interleaved,
-    machine_facts,
     markdown,
     medians,
     model_vector,
@@ -205,9 +204,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Relay against Algorithm 1 over slow links.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--per-node", type=int, default=4, help="ranks of a node")
     parser.add_argument("--model", choices=MODELS, default="9M")
@@ -222,8 +219,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--calibration-mb", type=int, default=4, help="MiB of the message that measures speed in a node"
     )
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
-    parser.add_argument("--json", help="also write the result here")
-    parser.add_argument("--quick", action="store_true", help="seconds: does it run at all?")
     options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.pairs, options.rounds, options.calibration_mb = "0.2M", "master->dp4", 2, 1
@@ -244,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"medians of {options.rounds}\n"
     )
     print(table(found["rows"]))
-    write_json(options.json, {"machine": facts, "options": vars(options), **found})
+    write_json(options.json, {"machine": facts, "options": given_options(options), **found})
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ weights, and their losses must agree.
 """
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 import time
@@ -28,7 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 from contest import MODELS, Side, make_model, make_sides, mini_batch_lengths, one_each
-from result_file import write_json
+from result_file import command_line, given_options, machine_facts, write_json
 from trainer_overhead import trainer_overhead
 
 from hf_hotspa.commands.bench.workload import make_rows
@@ -68,6 +66,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
     """`(losses, gradient norms, timings)` by side; the work of one rank."""
     import torch
     import torch.distributed as dist
+    from switches import over_ranks
 
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.engine.engine import HotSPaEngine
@@ -89,11 +88,6 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
         with nullcontext() if side.packed else patch.object(bucketing, "pack_sequences", one_each):
             plan = bucketing.plan_mini_batch(range(len(rows)), table, side.buckets, quadratic_cost=shape.quadratic_cost)
         return collator.of_plan(plan, {row: rows[row] for row in collator.rows_of(plan)})
-
-    def over_ranks(seconds: float, how: Any = dist.ReduceOp.MAX) -> float:
-        value = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(value, op=how)
-        return float(value)
 
     rows = make_rows(lengths, shape.vocab_size, seed=1)
     first = {side.name: engine.forward_backward(mini_batch_of(side, rows)) for side in sides}
@@ -151,24 +145,6 @@ def _profiler(options: argparse.Namespace, rank: int) -> Callable[[], None]:
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
-
-
-def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
-    """What a number of this benchmark depends on."""
-    import torch
-    import transformers
-
-    return {
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "machine": platform.machine(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "ranks": options.ranks,
-        "threads_per_rank": 1,
-        "backend": "gloo",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def check_losses(losses: dict[str, tuple[float, float]], dtype: str) -> float:
@@ -260,9 +236,7 @@ def compare_steps(options: argparse.Namespace, lengths: list[int]) -> dict[str, 
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Static strategies against hot switching.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model", choices=MODELS, default="7M", help="parameters of the Llama")
     parser.add_argument(
@@ -291,8 +265,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="print rank 0's cProfile")
     parser.add_argument("--trainer-overhead", action="store_true", help="only the overhead of HotSPaTrainer")
     parser.add_argument("--trainer-steps", type=int, default=8, help="steps of HotSPaTrainer; 0 leaves that part out")
-    parser.add_argument("--quick", action="store_true", help="a few seconds: less of everything")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to a file")
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.ranks < 1 or options.trainer_steps in (1, *range(-9, 0)):
         parser.error("--rounds and --ranks must be at least 1, --trainer-steps at least 2, or 0")
@@ -305,7 +277,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     lengths = mini_batch_lengths(options)
-    facts = machine_facts(options)
+    facts = machine_facts(options.ranks)
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     print(
         f"model {options.model} {options.dtype}; mini-batch of {len(lengths)} sequences, {sum(lengths)} tokens, longest "
@@ -313,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f" {options.rounds} rounds",
         flush=True,
     )
-    result = {"machine": facts, "options": vars(options), "lengths": lengths}
+    result = {"machine": facts, "options": given_options(options), "lengths": lengths}
     if not options.trainer_overhead:
         result |= compare_steps(options, lengths)
     if options.trainer_steps:

@@ -20,12 +20,11 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from result_file import write_json
+from result_file import command_line, given_options, write_json
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from hf_hotspa.commands.rank_world import run_world
@@ -77,7 +76,7 @@ PAPER_FOUR = "the paper (Fig. 11, four of eight GPUs at chi = 8, 6, 4, 2): lambd
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--part", choices=("one", "four", "table", "stages"), nargs="+", default=["one"])
     parser.add_argument("--chi", type=float, nargs="+", default=[2.0, 4.0, 8.0])
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 128])
@@ -85,8 +84,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64, help="rows of 16 tokens in a mini-batch")
     parser.add_argument("--rounds", type=int, default=3, help="mini-batches of each side that count")
     parser.add_argument("--usual", type=float, default=0.4, help="seconds of products of a usual rank in a mini-batch")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.chi, options.hidden, options.layers, options.rows = [4.0], [32], 1, 16
@@ -464,8 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             show(results[-1])
         if part != "stages":  # the paper has no pipelines
             print("\n" + {"one": PAPER, "four": PAPER_FOUR, "table": "the paper: Table I"}[part])
-    given = {key: value for key, value in vars(options).items() if key != "json"}
-    result = {"options": given, "runs": results}
+    result = {"options": given_options(options), "runs": results}
     write_json(options.json, result)
     return result
 

@@ -18,12 +18,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from result_file import write_json
+from result_file import command_line, given_options, machine_facts, write_json
 from switch_baselines import MEMORY_FILES, AllGather, Checkpoint, Copies, FusedRaw, PerSlice
 from switches import (
     DTYPES,
@@ -34,7 +33,6 @@ from switches import (
     check,
     fill,
     interleaved,
-    machine_facts,
     markdown,
     medians,
     model_vector,
@@ -43,6 +41,7 @@ from switches import (
 )
 from written_plans import transfers_of
 
+from hf_hotspa.calibrate.probe import PeakMemory
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
@@ -146,36 +145,20 @@ def measure_memory(rank: int, world_size: int, options: argparse.Namespace, text
     """Bytes of the rank with the most of each: stores, the executor's buffers, growth of the process at its peak."""
     pair = Pair.parse(text, model_vector(options.model, DTYPES[options.dtype]), world_size)
     switch = Switch(pair, rank, world_size, options)
+    memory = PeakMemory(torch.device("cpu"))
+    can_measure = memory.works
     timed(lambda: None)  # connects the ranks
-    before = _resident("VmRSS")
-    can_measure = _reset_peak()
+    if can_measure:
+        memory.start()
     switch.prepare()
     timed(switch)
-    grown = _resident("VmHWM") - before if can_measure else float("nan")
+    grown = float(memory.stop()) if can_measure else float("nan")
     held_bytes = (switch.source.flat.numel() + switch.target.flat.numel()) * switch.dtype.itemsize
     return {
         "store_bytes": over_ranks(held_bytes),
         "reserved_bytes": over_ranks(switch.executor.reserved_bytes),
         "grown_bytes": over_ranks(grown),
     }
-
-
-def _resident(field: str) -> float:
-    """A size of this process in bytes, as Linux counts it; NaN elsewhere."""
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else []:
-        if line.startswith(field):
-            return float(line.split()[1]) * 1024
-    return float("nan")
-
-
-def _reset_peak() -> bool:
-    """Sets the peak of the resident size back to what it is now; whether that is possible here."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -248,18 +231,13 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="The switch executor against other ways to move the same parameters.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model", choices=MODELS, help="137M with 4 ranks, else 67M, when left out")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--pairs", help="comma-separated SOURCE->TARGET; some of 4 and of 8 ranks when left out")
     parser.add_argument("--staging-mib", type=float, default=16.0, help="each of the staging buffers, MiB")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
-    parser.add_argument("--json", help="also write the result here")
-    parser.add_argument("--quick", action="store_true", help="seconds: does it run at all?")
     options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.pairs, options.rounds = "0.2M", "master->dp2tp2,dp4->master", 2
@@ -288,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row["ratios"] = ratios(row)
         row["memory"] = run_world(options.ranks, measure_memory, options, row["pair"])
     print_tables(rows)
-    write_json(options.json, {"machine": facts, "options": vars(options), "rows": rows})
+    write_json(options.json, {"machine": facts, "options": given_options(options), "rows": rows})
 
 
 if __name__ == "__main__":

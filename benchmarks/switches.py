@@ -5,8 +5,6 @@ gradient return: contributions are summed. Every rank computes everything from t
 have delivered it can compute, too: the value of an element is a function of its position.
 """
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -239,20 +237,6 @@ def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
-
-
-def machine_facts(ranks: int) -> dict[str, Any]:
-    """What a number of these benchmarks depends on."""
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "ranks": ranks,
-        "threads_per_rank": 1,
-        "backend": "gloo",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from contest import MODELS, make_model
-from result_file import write_json
-from step import machine_facts
+from result_file import command_line, given_options, machine_facts, write_json
 
 from hf_hotspa.commands.rank_world import run_world
 
@@ -71,17 +70,6 @@ def data_of(task: str, options: argparse.Namespace) -> Any:
     return Dataset.from_list(rows)
 
 
-def tokenizer(vocabulary: int) -> Any:
-    """Every token is a word: w0, w1, ..."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{at}": at for at in range(vocabulary)}
-    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w1", unk_token="w0")
-
-
 def recorded(cls: Any, options: argparse.Namespace) -> Any:
     """A trainer whose completions come from a record in the place of generation: most are short, of 1 to 20 lengths."""
     import torch
@@ -110,6 +98,7 @@ def evenness(completion_ids: Any = None, **_: Any) -> list[float]:
 def trainer_of(task: str, side: str, options: argparse.Namespace, folder: str) -> Any:
     """A trainer of one side."""
     import trl
+    from peers.sides.common import tokenizer
     from transformers.trainer_callback import PrinterCallback
 
     import hf_hotspa.trl
@@ -237,7 +226,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=MODELS, default="7M")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
@@ -251,8 +240,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--recompute", action="store_true", help="both sides recompute activations, which is TRL's default"
     )
-    parser.add_argument("--json", help="write the numbers there")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.ranks, options.steps, options.rounds, options.rows = "0.9M", 2, 2, 1, 2
@@ -292,7 +279,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{row['trl tokens']:10.0f} {row['ours tokens']:8.0f} {row['tokens trl / ours']:6.2f}  "
             f"{row['memory trl / ours']:6.2f}  {WANTED.get(task, '')}"
         )
-    result = {"machine": machine_facts(options), "options": vars(options), "summary": rows, "turns": found}
+    result = {
+        "machine": machine_facts(options.ranks),
+        "options": given_options(options),
+        "summary": rows,
+        "turns": found,
+    }
     write_json(options.json, result)
 
 

@@ -45,11 +45,12 @@ def arguments(work: Work, kind: type = TrainingArguments, **more: Any) -> Any:
 
 
 def tokenizer(vocabulary: int) -> Any:
-    """A tokenizer that is there for its padding token; labels of padding are -100, whatever the token."""
-    from tokenizers import Tokenizer, models
+    """Every token is a word: w0, which pads (labels are -100 there), w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{at}": at for at in range(vocabulary)}
     core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w1", unk_token="w0")
 
 
