@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from resize_loss import LENGTH, curves, make_rows
+from resize_loss import LENGTH, curves, make_rows, print_losses
 from result_file import command_line, given_options, write_json, write_text
 from stragglers import make_model
 
@@ -101,12 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains, prints and writes."""
     options = parse_options(arguments)
     found = run_world(options.stages, train, options)
-    print(f"{'steps':<14}" + "".join(f"{name:>26}" for name in found))
-    size = max(options.steps // 5, 1)
-    for begin in range(0, options.steps, size):
-        end = min(begin + size, options.steps)
-        cells = (f"{fmean(side['losses'][begin:end]):>26.4f}" for side in found.values())
-        print(f"{f'{begin + 1} to {end}':<14}" + "".join(cells))
+    print_losses(found, options.steps, options.steps // 5, 26)
     for name, key, form in (("not trained", "evaluated", ".4f"), ("updates", "updates", "d"), ("idle", "idle", ".2f")):
         print(f"{name:<14}" + "".join(f"{side[key]:>26{form}}" for side in found.values()))
     delays = {name: mode.delays(options.stages) for name, mode in SIDES.items() if mode is not None}

@@ -229,21 +229,22 @@ def curves(
     return "\n".join(parts) + "\n"
 
 
+def print_losses(sides: Mapping[str, Any], steps: int, size: int, width: int) -> None:
+    """The mean losses of each side, of so many neighbouring steps at a time."""
+    print(f"{'steps':<14}" + "".join(f"{name:>{width}}" for name in sides))
+    for begin in range(0, steps, max(size, 1)):
+        end = min(begin + max(size, 1), steps)
+        cells = (f"{fmean(side['losses'][begin:end]):>{width}.4f}" for side in sides.values())
+        print(f"{f'{begin + 1} to {end}':<14}" + "".join(cells))
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains, prints and writes."""
     options = parse_options(arguments)
     found = run_world(PARTS[options.part][0], train, options)
-    print(f"{'steps':<14}" + "".join(f"{name:>16}" for name in found))
-    size = max(options.steps // 6, 1)
-    for begin in range(0, options.steps, size):
-        end = min(begin + size, options.steps)
-        print(
-            f"{f'{begin + 1} to {end}':<14}"
-            + "".join(f"{fmean(s['losses'][begin:end]):>16.4f}" for s in found.values())
-        )
-    print(f"{'not trained':<14}" + "".join(f"{side['evaluated']:>16.4f}" for side in found.values()))
-    print(f"{'left out':<14}" + "".join(f"{side['left_out']:>16.4f}" for side in found.values()))
-    print(f"{'cpu s a step':<14}" + "".join(f"{side['cpu_s']:>16.4f}" for side in found.values()))
+    print_losses(found, options.steps, options.steps // 6, 16)
+    for name, key in (("not trained", "evaluated"), ("left out", "left_out"), ("cpu s a step", "cpu_s")):
+        print(f"{name:<14}" + "".join(f"{side[key]:>16.4f}" for side in found.values()))
     print("\n" + PAPER)
     result = {"options": given_options(options), "sides": found}
     write_json(options.json, result)

@@ -315,16 +315,13 @@ class Side:
         )
 
 
-def take_turns(sides: Mapping[str, Side], rounds: int) -> None:
-    """Mini-batch by mini-batch, one side after the other."""
+def compared(world: Measured, answers: Mapping[str, Answer], chis: Mapping[int, float], rounds: int) -> dict[str, Any]:
+    """What the sides took and came to, mini-batch by mini-batch in turn. Raises `SystemExit`: losses of exact sides differ."""
+    sides = {name: Side(world, answer, chis) for name, answer in answers.items()}
     for _ in range(WARM + rounds):
         for side in sides.values():
             side.step()
-
-
-def found(sides: Mapping[str, Side]) -> dict[str, Any]:
-    """What the sides took and came to."""
-    return {
+    result: dict[str, Any] = {
         name: {
             "seconds": statistics.median(side.seconds[WARM:]),
             "all_seconds": side.seconds,
@@ -336,6 +333,16 @@ def found(sides: Mapping[str, Side]) -> dict[str, Any]:
         }
         for name, side in sides.items()
     }
+    world.close()
+    losses = [side["loss"] for side in result.values() if side["exact"]]
+    if max(losses) - min(losses) > 1e-3 * losses[0]:
+        raise SystemExit(f"the losses of exact sides differ: {losses}")
+    return result
+
+
+def ideal_ratio(chis: Sequence[float], world_size: int) -> float:
+    """Seconds by those with no slow rank, of the best exact division: all work divided by speed."""
+    return world_size / (sum(1.0 / chi for chi in chis) + world_size - len(chis))
 
 
 def one_of_four(rank: int, world_size: int, hidden: int, chi: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -352,21 +359,12 @@ def one_of_four(rank: int, world_size: int, hidden: int, chi: float, options: ar
         "dp4: off": Answer("dp"),
         "dp4: balance": Answer("dp", "balance"),
     }
-    sides = {name: Side(world, answer, {slow: times}) for name, answer in answers.items()}
-    take_turns(sides, options.rounds)
-    result = found(sides)
-    world.close()
-    losses = [side["loss"] for side in result.values() if side["exact"]]
-    if max(losses) - min(losses) > 1e-3 * losses[0]:
-        raise SystemExit(f"the losses of exact sides differ: {losses}")
-    # the best of any exact division: of all products for tp, of which `balance` divides the MLPs' alone; of sequences for dp
-    ratio = times * world_size / (times * (world_size - 1) + 1)
+    result = compared(world, answers, {slow: times}, options.rounds)
+    # of all products for tp, of which `balance` divides the MLPs' alone; of sequences for dp
+    ratio = ideal_ratio([times], world_size)
     ideal = {s: ratio * result[f"{s}4: none slow"]["seconds"] for s in ("tp", "dp")}
-    return {
-        "what": f"hidden {hidden}, one of four ranks takes {times:g} times as long",
-        "ideal": ideal,
-        "sides": result,
-    }
+    what = f"hidden {hidden}, one of four ranks takes {times:g} times as long"
+    return {"what": what, "ideal": ideal, "sides": result}
 
 
 def stages_of_four(rank: int, world_size: int, hidden: int, chi: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -375,16 +373,10 @@ def stages_of_four(rank: int, world_size: int, hidden: int, chi: float, options:
     world = Measured(rank, world_size, hidden, "pp,pp recut", options)
     answers = {"pp4: none slow": Answer("pp", slow=False), "pp4: off": Answer("pp")}
     answers |= {"pp4: balance": Answer("pp recut", "balance")}
-    sides = {name: Side(world, answer, {slow: times}) for name, answer in answers.items()}
-    take_turns(sides, options.rounds)
-    result = found(sides)
-    world.close()
-    losses = [side["loss"] for side in result.values()]
-    if max(losses) - min(losses) > 1e-3 * losses[0]:
-        raise SystemExit(f"the losses of exact sides differ: {losses}")
-    ratio = times * world_size / (times * (world_size - 1) + 1)
+    result = compared(world, answers, {slow: times}, options.rounds)
+    ideal = ideal_ratio([times], world_size) * result["pp4: none slow"]["seconds"]
     what = f"hidden {hidden}, {options.layers * world_size} layers, one of four stages takes {times:g} times as long"
-    return {"what": what, "ideal": {"pp": ratio * result["pp4: none slow"]["seconds"]}, "sides": result}
+    return {"what": what, "ideal": {"pp": ideal}, "sides": result}
 
 
 def four_of_eight(rank: int, world_size: int, hidden: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -393,13 +385,10 @@ def four_of_eight(rank: int, world_size: int, hidden: int, options: argparse.Nam
     answers = {"tp8: none slow": Answer("tp", slow=False), "tp8: off": Answer("tp")}
     answers |= {f"tp8: lambda {x}": Answer("tp", "semi", migrating=x) for x in range(len(FOUR) + 1)}
     answers |= {"tp8: semi (equation 3)": Answer("tp", "semi")}
-    sides = {name: Side(world, answer, dict(enumerate(FOUR))) for name, answer in answers.items()}
-    take_turns(sides, options.rounds)
-    result = found(sides)
-    world.close()
-    ratio = world_size / (sum(1.0 / chi for chi in FOUR) + world_size - len(FOUR))
+    result = compared(world, answers, dict(enumerate(FOUR)), options.rounds)
+    ideal = ideal_ratio(FOUR, world_size) * result["tp8: none slow"]["seconds"]
     what = f"hidden {hidden}, four of eight ranks take 8, 6, 4 and 2 times as long"
-    return {"what": what, "ideal": {"tp": ratio * result["tp8: none slow"]["seconds"]}, "sides": result}
+    return {"what": what, "ideal": {"tp": ideal}, "sides": result}
 
 
 def table_of_migration(rank: int, world_size: int, hidden: int, options: argparse.Namespace) -> dict[str, Any]:
