@@ -96,17 +96,9 @@ class Results:
             sides[side] = {}
         sides[side] |= {name: value for name, value in facts.items() if value is not None and value != ""}
 
-    def fail(self, key: str, side: str, reason: str, longest_held: int | None = None, text: str = "") -> None:
-        """Notes why a side has no number.
-
-        Args:
-            key: The cell.
-            side: The side.
-            reason: One line.
-            longest_held: The longest sequence that it could hold, where that is the reason.
-            text: Everything that it said.
-        """
-        self.note(key, side, reason=reason, longest_held=longest_held, text=text)
+    def fail(self, key: str, side: str, reason: str, text: str = "") -> None:
+        """Notes in a line why a side has no number, and everything that it said."""
+        self.note(key, side, reason=reason, text=text)
 
     def failed(self, key: str, side: str) -> bool:
         """Whether a side has a reason instead of numbers."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contest import make_model
-from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hotspa.calibrate.probe import PeakMemory
 from hf_hotspa.commands.bench.workload import make_rows
@@ -42,6 +42,26 @@ def arguments(work: Work, kind: type = TrainingArguments, **more: Any) -> Any:
         "seed": 0,
     }
     return kind(**(given | more))
+
+
+def trainer_of(work: Work, turns: "Turns", model: Any, collator: Any, kind: type = Trainer, **more: Any) -> Any:
+    """A stock Trainer, or a subclass, that takes turns; `more` as for `arguments`."""
+    return kind(
+        model=model,
+        args=arguments(work, **more),
+        train_dataset=work.rows(),
+        data_collator=turns.counting(collator),
+        callbacks=[turns.callback()],
+    )
+
+
+def decayed_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The groups of parameters of an optimizer as the Trainer makes them."""
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    return [
+        {"params": [p for n, p in model.named_parameters() if (n in decayed) == decay], "weight_decay": weight}
+        for decay, weight in ((True, WEIGHT_DECAY), (False, 0.0))
+    ]
 
 
 def tokenizer(vocabulary: int) -> Any:

@@ -14,9 +14,9 @@ import deepspeed
 import torch
 from accelerate import PartialState
 from contest import make_model
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import DataCollatorWithFlattening
 
-from peers.sides.common import Turns, arguments
+from peers.sides.common import Turns, trainer_of
 from peers.work import Work
 
 
@@ -67,14 +67,7 @@ def run(work: Work, turns: Turns, stage: int, ulysses: bool = False) -> Any:
         )
         more["gradient_accumulation_steps"] = work.mini_batch_rows
         collator = _ToLongest(work)
-    args = arguments(work, **more)
-    trainer = Trainer(
-        model=make_model(work.model),
-        args=args,
-        train_dataset=work.rows(),
-        data_collator=turns.counting(collator),
-        callbacks=[turns.callback()],
-    )
+    trainer = trainer_of(work, turns, make_model(work.model), collator, **more)
     if trainer.accelerator.num_processes != work.ranks:
         raise RuntimeError(f"accelerate sees {trainer.accelerator.num_processes} process instead of {work.ranks}")
     trainer.train()

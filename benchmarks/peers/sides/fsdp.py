@@ -12,10 +12,10 @@ import torch.distributed as dist
 from contest import make_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 from transformers.distributed import DistributedConfig
 
-from peers.sides.common import LEARNING_RATE, WEIGHT_DECAY, Turns, arguments
+from peers.sides.common import LEARNING_RATE, Turns, decayed_groups, trainer_of
 from peers.work import Work
 
 
@@ -44,13 +44,7 @@ def run(work: Work, turns: Turns, kind: str) -> Any:
         from accelerate import ParallelismConfig
 
         more["parallelism_config"] = ParallelismConfig(cp_size=work.ranks)
-    trainer = Trainer(
-        model=model,
-        args=arguments(work, **more),
-        train_dataset=work.rows(),
-        data_collator=turns.counting(DataCollatorWithFlattening()),
-        callbacks=[turns.callback()],
-    )
+    trainer = trainer_of(work, turns, model, DataCollatorWithFlattening(), **more)
     if kind != "native" and not trainer.is_fsdp_enabled:
         raise RuntimeError(
             f"accelerate sets FSDP aside on CPU processes (distributed type {trainer.accelerator.distributed_type.value}, "
@@ -62,15 +56,10 @@ def run(work: Work, turns: Turns, kind: str) -> Any:
 
 def _loop(work: Work, turns: Turns) -> Any:
     model = make_model(work.model)
-    decayed = set(Trainer.get_decay_parameter_names(None, model))
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if (n in decayed) == decay], "weight_decay": weight}
-        for decay, weight in ((True, WEIGHT_DECAY), (False, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(decayed_groups(model), lr=LEARNING_RATE)
     rows, flatten, rank = work.rows(), turns.counting(DataCollatorWithFlattening()), dist.get_rank()
     model.train()
     for step in range(work.steps):

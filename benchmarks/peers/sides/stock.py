@@ -6,7 +6,7 @@ from contest import make_model
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from peers.sides.common import Turns, arguments, tokenizer
+from peers.sides.common import Turns, tokenizer, trainer_of
 from peers.work import Work
 
 
@@ -28,12 +28,6 @@ def collator_of(work: Work, kind: str) -> Any:
 def run(work: Work, turns: Turns, kind: str) -> Any:
     """Trains; the weights are plain tensors on every rank."""
     more = {"train_sampling_strategy": "batch_rebalance"} if kind == "rebalanced" else {}
-    trainer = _InOrder(
-        model=make_model(work.model),
-        args=arguments(work, **more),
-        train_dataset=work.rows(),
-        data_collator=turns.counting(collator_of(work, kind)),
-        callbacks=[turns.callback()],
-    )
+    trainer = trainer_of(work, turns, make_model(work.model), collator_of(work, kind), _InOrder, **more)
     trainer.train()
     return trainer.model.state_dict()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 from transformers.distributed import DistributedConfig
 
 from hf_hotspa.packing.bucketing import pack_sequences
-from peers.sides.common import LEARNING_RATE, WEIGHT_DECAY, Turns, arguments
+from peers.sides.common import LEARNING_RATE, Turns, decayed_groups, trainer_of
 from peers.sides.fsdp import whole_weights
 from peers.work import Work
 
@@ -24,14 +24,8 @@ def run(work: Work, turns: Turns, kind: str) -> Any:
     if kind == "loop":
         _loop(model, work, turns)
         return whole_weights(model)
-    trainer = Trainer(
-        model=model,
-        args=arguments(work, gradient_accumulation_steps=work.mini_batch_rows),
-        train_dataset=work.rows(),
-        data_collator=turns.counting(DataCollatorWithFlattening()),
-        callbacks=[turns.callback()],
-    )
-    trainer.train()
+    rows = work.mini_batch_rows
+    trainer_of(work, turns, model, DataCollatorWithFlattening(), gradient_accumulation_steps=rows).train()
     return whole_weights(model)
 
 
@@ -42,12 +36,7 @@ def _packs(rows: list[dict[str, Any]], longest: int) -> list[list[dict[str, Any]
 
 
 def _loop(model: Any, work: Work, turns: Turns) -> None:
-    decayed = set(Trainer.get_decay_parameter_names(None, model))
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if (n in decayed) == decay], "weight_decay": weight}
-        for decay, weight in ((True, WEIGHT_DECAY), (False, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, foreach=False)
+    optimizer = torch.optim.AdamW(decayed_groups(model), lr=LEARNING_RATE, foreach=False)
     rows, size = work.rows(), work.mini_batch_rows
     flatten = turns.counting(DataCollatorWithFlattening())
     model.train()
