@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from hf_hotspa.versions import TRAIN_LIBRARIES, TRIED
-from tests.contract.layers import PACKAGE_FOLDERS, ROOT, module_of, source_files
+from tests.contract.layers import PACKAGE_FOLDERS, ROOT, source_files
 from tests.oldest import TESTS, oldest, tools
 
 
@@ -44,16 +44,6 @@ def test_pyproject_holds_no_metadata() -> None:
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "project" not in table, "the metadata is in setup.cfg; a [project] table overrides it"
     assert table["build-system"]["build-backend"] == "setuptools.build_meta"
-
-
-def test_setup_cfg_lists_every_package() -> None:
-    listed = _lines(_setup_cfg()["options"]["packages"])
-    inits = [file for file in source_files(*PACKAGE_FOLDERS) if file.endswith("__init__.py")]
-    # a feature's folder is data of the package, so that it needs no line
-    found = [module_of(file) for file in inits if not file.startswith("hf_hotspa/features/four_bit/")]
-    assert sorted(listed) == sorted(found)
-    mapped = dict(re.split(r"\s*=\s*", line) for line in _lines(_setup_cfg()["options"]["package_dir"]))
-    assert mapped == {"hf_hotspa.trainer": "trainer", "hf_hotspa.callbacks": "callbacks"}
 
 
 def test_the_installed_version_is_this_one() -> None:
@@ -165,37 +155,25 @@ def test_the_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     assert _python(code, tmp_path, "-S") == str(tmp_path / "site" / "hf_hotspa" / "trainer" / "__init__.py")
 
 
-@pytest.mark.parametrize("how", ["PYTHONPATH", "working directory"])
-@pytest.mark.parametrize("name", ["trainer", "callbacks"])
-def test_a_source_tree_needs_no_installation(tmp_path: Path, name: str, how: str) -> None:
-    code = f"import hf_hotspa.{name} as m; print(m.__file__, m.__spec__.name)"
-    # -S: without site-packages, so that no installed copy can answer
-    if how == "PYTHONPATH":
-        got = _python(code, tmp_path, "-S", PYTHONPATH=str(ROOT))
-    else:
-        got = _python(code, ROOT, "-S")
-    assert got == f"{ROOT / name / '__init__.py'} hf_hotspa.{name}"
-
-
-def test_a_source_tree_knows_its_version(tmp_path: Path) -> None:
-    """Calibrations and checkpoints name it; they are made without an installation, too."""
-    code = "import hf_hotspa; from hf_hotspa.versions import version_of as v; print(v('hf-hotspa') == hf_hotspa.__version__, v('no-such'))"
-    assert _python(code, tmp_path, "-S", PYTHONPATH=str(ROOT)) == "True None"
-
-
-def test_the_finder_answers_for_nothing_else(tmp_path: Path) -> None:
+def test_a_source_tree_needs_no_installation(tmp_path: Path) -> None:
+    """It knows its version, too, which calibrations and checkpoints name; and its finder answers for nothing else."""
     code = """
 import hf_hotspa, sys
 from hf_hotspa._source_tree import SourceTreeFinder, install
+from hf_hotspa.versions import version_of
+assert version_of("hf-hotspa") == hf_hotspa.__version__ and version_of("no-such") is None
 assert sys.meta_path.count(SourceTreeFinder) == 1 and install() and sys.meta_path.count(SourceTreeFinder) == 1
 for name in ("trainer", "hf_hotspa.errors", "hf_hotspa.none", "other.trainer", "hf_hotspa.trainer.trainer"):
     assert SourceTreeFinder.find_spec(name) is None, name
-print("ok")
+import hf_hotspa.trainer as t, hf_hotspa.callbacks as c
+print(t.__file__, t.__spec__.name, c.__file__, c.__spec__.name)
 """
-    assert _python(code, tmp_path, "-S", PYTHONPATH=str(ROOT)) == "ok"
+    expected = " ".join(f"{ROOT / name / '__init__.py'} hf_hotspa.{name}" for name in ("trainer", "callbacks"))
+    # -S: without site-packages, so that no installed copy can answer
+    assert _python(code, tmp_path, "-S", PYTHONPATH=str(ROOT)) == _python(code, ROOT, "-S") == expected
 
 
-def test_public_names_are_loaded_when_used() -> None:
+def test_public_names_exist_and_are_loaded_when_used() -> None:
     code = """
 import sys, hf_hotspa
 assert set(hf_hotspa.__all__) <= set(dir(hf_hotspa))
@@ -209,14 +187,6 @@ for module in (hf_hotspa, hf_hotspa.trainer, hf_hotspa.callbacks):
         assert "NoSuchName" in str(error)
     else:
         raise SystemExit("an unknown name was found")
-print("ok")
-"""
-    assert _python("import hf_hotspa.trainer, hf_hotspa.callbacks\n" + code, ROOT) == "ok"
-
-
-def test_every_public_name_exists() -> None:
-    code = """
-import hf_hotspa, hf_hotspa.trainer, hf_hotspa.callbacks
 for module in (hf_hotspa, hf_hotspa.trainer, hf_hotspa.callbacks):
     for name in module.__all__:
         assert getattr(module, name) is not None
@@ -224,7 +194,7 @@ for module in (hf_hotspa, hf_hotspa.trainer, hf_hotspa.callbacks):
 assert hf_hotspa.HotSPaTrainer is hf_hotspa.trainer.HotSPaTrainer
 print("ok")
 """
-    assert _python(code, ROOT) == "ok"
+    assert _python("import hf_hotspa.trainer, hf_hotspa.callbacks\n" + code, ROOT) == "ok"
 
 
 def test_hosted_checks_are_targets_of_the_makefile() -> None:
