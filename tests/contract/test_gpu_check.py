@@ -18,68 +18,59 @@ NAMES = [part_name(name) for name in PARTS]
 class Report:
     """As much of a pytest report as is looked at."""
 
-    def __init__(
-        self, name: str, outcome: str, when: str = "call", properties: tuple[tuple[str, object], ...] = ()
-    ) -> None:
+    def __init__(self, name: str, outcome: str, when: str = "call") -> None:
         self.nodeid = f"tests/gpu/test_parts_on_gpu.py::test_part[{name}]"
         self.passed, self.failed, self.skipped = (outcome == word for word in ("passed", "failed", "skipped"))
-        self.when, self.duration, self.user_properties = when, 1.0, list(properties)
-
-
-def check_of(outcomes: dict[str, str], when: str = "call") -> GpuCheck:
-    check = GpuCheck(setup_of(Machine(("A GPU",), "1", "13.0", (2, 30, 0), "2.13.0"), 4))
-    check.wanted = set(NAMES)
-    for name, outcome in outcomes.items():
-        check.pytest_runtest_logreport(Report(name, outcome, when))  # type: ignore[arg-type]
-    return check
+        self.when, self.duration, self.user_properties = when, 1.0, list[Any]()
 
 
 ALL = dict.fromkeys(PARTS, "passed")
 
 
-def test_everything_passed() -> None:
-    check = check_of(ALL)
-    assert check.complaints() == []
-    assert check.complete
+def without(part: str) -> dict[str, str]:
+    return {name: outcome for name, outcome in ALL.items() if name != part}
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "when", "complaint", "complete"),
+    ("outcomes", "more", "complaint", "complete"),
     [
-        ({**ALL, "auto": "failed"}, "call", "part auto failed", True),
-        ({**ALL, "auto": "skipped"}, "call", "part auto could have run and did not", False),
-        ({n: o for n, o in ALL.items() if n != "loop"}, "call", "part loop could have run and did not", False),
+        (ALL, None, None, True),
+        ({**ALL, "auto": "failed"}, None, "part auto failed", True),
+        ({**ALL, "auto": "skipped"}, None, "part auto could have run and did not", False),
+        (without("loop"), None, "part loop could have run and did not", False),
+        # before and after the test itself
+        (without("loop"), Report("loop", "skipped", "setup"), "part loop could have run and did not", False),
+        (ALL, Report("loop", "failed", "teardown"), "part loop failed", True),
     ],
 )
-def test_what_did_not_pass_is_a_failure(outcomes: dict[str, str], when: str, complaint: str, complete: bool) -> None:
-    check = check_of(outcomes, when)
-    assert check.complaints() == [complaint]
+def test_what_did_not_pass_is_a_failure(
+    outcomes: dict[str, str], more: Report | None, complaint: str | None, complete: bool
+) -> None:
+    check = check_of(outcomes)
+    if more is not None:
+        check.pytest_runtest_logreport(more)  # type: ignore[arg-type]
+    assert check.complaints() == ([complaint] if complaint else [])
     assert check.complete == complete
 
 
-def test_a_skip_or_an_error_before_the_test_counts_too() -> None:
-    check = check_of({n: o for n, o in ALL.items() if n != "loop"})
-    check.pytest_runtest_logreport(Report("loop", "skipped", "setup"))  # type: ignore[arg-type]
-    assert check.complaints() == ["part loop could have run and did not"]
-    check = check_of(ALL)
-    check.pytest_runtest_logreport(Report("loop", "failed", "teardown"))  # type: ignore[arg-type]
-    assert check.complaints() == ["part loop failed"]
+def check_of(outcomes: dict[str, str]) -> GpuCheck:
+    check = GpuCheck(setup_of(Machine(("A GPU",), "1", "13.0", (2, 30, 0), "2.13.0"), 4))
+    check.wanted = set(NAMES)
+    for name, outcome in outcomes.items():
+        check.pytest_runtest_logreport(Report(name, outcome))  # type: ignore[arg-type]
+    return check
 
 
-def test_a_part_that_is_no_longer_there_is_missed() -> None:
-    check = check_of(ALL)
-    check.wanted.discard(part_name("auto"))
-    assert check.complaints() == ["part auto was not there"]
-    assert not check.complete
-
-
-def test_what_a_machine_cannot_run_is_counted_as_nothing() -> None:
+def test_a_part_that_is_no_longer_there_is_missed_and_what_a_machine_cannot_run_is_not() -> None:
     check = check_of(ALL)
     check.wanted.add("engine_on_gpu: bf16")
     assert check.complaints() == ["engine_on_gpu: bf16 could have run and did not"]
     check.cannot["engine_on_gpu: bf16"] = NO_GPU
     assert check.complaints() == []
     assert "engine_on_gpu: bf16" not in check.results
+    check.wanted.discard(part_name("auto"))
+    assert check.complaints() == ["part auto was not there"]
+    assert not check.complete
 
 
 def run_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
