@@ -237,13 +237,6 @@ def _config(kind: str) -> Any:
     return getattr(import_module("hf_hotspa.trl"), f"{kind}Config")
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def _fields(kind: str, folder: str) -> dict[str, Any]:
     return {**_FIELDS, **(_ONLINE if kind in ("GRPO", "RLOO") else {}), "output_dir": folder}
 
@@ -319,34 +312,23 @@ def _given(kind: str, difference: Difference, odd: bool) -> tuple[dict[str, Any]
             given["model"] = tiny_model("llama_gqa_bias", rms_norm_eps=1e-3)
     home = import_module("hf_hotspa.trainer" if kind == "Trainer" else "hf_hotspa.trl")
     trainer = getattr(home, f"{'HotSPa' if kind == 'Trainer' else kind}Trainer")
-    if subject == "code":
-        trainer = _subclass(trainer, odd)
-    if subject == "sampler":
-        trainer = _with_sampler(trainer)
-    return given, trainer
+    own = {
+        "code": {"training_step": _doubled_step if odd else _plain_step},
+        "sampler": {"_get_train_sampler": _own_sampler},
+    }
+    return given, type("Own", (trainer,), own[subject]) if subject in own else trainer
 
 
-def _subclass(base: Any, odd: bool) -> Any:
-    class Own(base):
-        if odd:
-
-            def training_step(self, *args, **kwargs):
-                return 2.0 * super().training_step(*args, **kwargs)
-
-        else:
-
-            def training_step(self, *args, **kwargs):
-                return super().training_step(*args, **kwargs)
-
-    return Own
+def _plain_step(self, *args, **kwargs):
+    return super(type(self), self).training_step(*args, **kwargs)
 
 
-def _with_sampler(base: Any) -> Any:
-    class Own(base):
-        def _get_train_sampler(self, dataset=None):
-            return OfThisRank(self.train_dataset)
+def _doubled_step(self, *args, **kwargs):
+    return 2.0 * super(type(self), self).training_step(*args, **kwargs)
 
-    return Own
+
+def _own_sampler(self, dataset=None):
+    return OfThisRank(self.train_dataset)
 
 
 @contextmanager
@@ -391,7 +373,7 @@ def outcome(rank: int, difference: Difference, folder: str) -> tuple[str, int]:
     """The error that a difference gives, or a word for what else became of it; and the steps that were trained."""
     kind, odd, trainer = difference.kind, rank == ODD, None
     datasets.disable_progress_bars()  # one that outlives the draw would write to a closed stream
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         arguments = _config(kind)(**_fields(kind, folder))
         if difference.subject == "field":
             changed = other_config(kind, difference.name, folder)

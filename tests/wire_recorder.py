@@ -119,7 +119,7 @@ def _numels(tensors: Any) -> tuple[int, ...]:
     return tuple(t.numel() for t in _flat(tensors))
 
 
-def _one(tensors: Any, *_: Any, **__: Any) -> Said:
+def _one(tensors: Any = (), *_: Any, **__: Any) -> Said:
     return _flat(tensors), _numels(tensors), -1, 0
 
 
@@ -160,10 +160,6 @@ def _reduction(args: Any, kwargs: Any) -> str:
     return ""
 
 
-def _nothing(*_: Any, **__: Any) -> Said:
-    return [], (), -1, 0
-
-
 METHODS: dict[str, tuple[str, Callable[..., Said]]] = {
     "allreduce": ("all_reduce", _one),
     "allreduce_coalesced": ("all_reduce", _one),
@@ -184,12 +180,12 @@ METHODS: dict[str, tuple[str, Callable[..., Said]]] = {
     "reduce_scatter_tensor_coalesced": ("reduce_scatter_single", _out_in),
     "alltoall_base": ("all_to_all", _splits),
     "all_to_all_single": ("all_to_all", _splits),
-    "alltoall": ("all_to_all", lambda out, own, *_: (_flat(own) + _flat(out), (*_numels(own), *_numels(out)), -1, 0)),
-    "barrier": ("barrier", _nothing),
-    "monitored_barrier": ("barrier", _nothing),
+    "alltoall": ("all_to_all", _out_in),
+    "barrier": ("barrier", _one),
+    "monitored_barrier": ("barrier", _one),
     "send": ("send", _message),
     "recv": ("recv", _message),
-    "recv_anysource": ("recv", lambda tensors, tag=0: (_flat(tensors), _numels(tensors), -1, tag)),
+    "recv_anysource": ("recv", lambda tensors, tag=0: _message(tensors, -1, tag)),
 }
 """What is wrapped; older releases of torch lack some."""
 
@@ -277,18 +273,17 @@ class Recorder:
     def _operation(self, group: Any, kind: str, said: Said) -> Operation:
         tensors, sizes, peer, tag = said
         comm = self._name(group)
-        ranks, own = self.trace.communicators[comm].ranks, self.trace.rank
+        ranks = self.trace.communicators[comm].ranks
         if kind.startswith("all_to_all"):
             sizes = tuple(s for n in sizes for s in ([-n // len(ranks)] * len(ranks) if n < 0 else [n]))
             if tensors[0].numel() == 0 or tensors[1].numel() == 0:
                 sizes = sizes if len(sizes) == 2 * len(ranks) else (0,) * (2 * len(ranks))
         call = self._open[group][0] if group in self._open else getattr(self._local, "call", -1)
-        stack = _stack()
         return Operation(
             comm, kind, sizes, str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
             ranks[peer] if 0 <= peer < len(ranks) else -1, tag, call,
-            any(self._memory.has(t) for t in tensors) and not _chooses_device(), stack,
-            sum(t.numel() * t.element_size() for t in tensors) if kind in ("send", "recv") and own >= 0 else 0,
+            any(self._memory.has(t) for t in tensors) and not _chooses_device(), _stack(),
+            sum(t.numel() * t.element_size() for t in tensors) if kind in ("send", "recv") else 0,
         )  # fmt: skip
 
     def _opens(self, old: Any) -> Any:

@@ -108,9 +108,13 @@ def _text(op: Operation) -> str:
     return f"{op.kind}{to}, {sizes} {op.dtype or 'elements'}, on {op.comm}"
 
 
+def _said(rank: int, op: Operation) -> Place:
+    return Place(rank, _text(op), op.stack)
+
+
 def _place(rank: int, event: Event) -> Place:
     if event.operation is not None:
-        return Place(rank, _text(event.operation), event.operation.stack)
+        return _said(rank, event.operation)
     text = {"wait": "waits for an operation", "make": f"makes {event.comm}", "pass": "waits for another thread"}
     return Place(rank, text.get(event.kind, event.kind), event.stack)
 
@@ -185,15 +189,18 @@ def _one_thread_at_a_time(traces: Sequence[Trace]) -> Fault | None:
 
 @dataclass(eq=False)
 class _Entry:
-    """A collective, or all messages of a group call, in a rank's queue."""
+    """A collective, or all messages of a group call, in a rank's queue; `op` is the first of it."""
 
     rank: int
     queue: str
-    comm: str
+    op: Operation
     events: list[int] = field(default_factory=list)
     issued: int = 0
     left: list[tuple[int, Operation]] = field(default_factory=list)  # messages without their partner so far
-    is_done: bool = False
+
+    @property
+    def comm(self) -> str:
+        return self.op.comm
 
 
 class _Run:
@@ -229,7 +236,7 @@ class _Run:
             queue = f"thread {event.thread}" if is_joint else op.comm
             key = op.comm, op.call if op.call >= 0 else -1 - index
             if key not in calls:
-                calls[key] = _Entry(trace.rank, queue, op.comm)
+                calls[key] = _Entry(trace.rank, queue, op)
                 queues[queue].append(calls[key])
             entry = entries[index] = calls[key]
             entry.events.append(index)
@@ -258,7 +265,7 @@ class _Run:
             return
         for queues in self.queues:
             device = [q for q in queues.values() if q and not self.communicators[q[0].comm].is_host]
-            waiting = [sum(e.issued > 0 and not self._destroys(e) for e in queue) for queue in device]
+            waiting = [sum(e.issued > 0 and e.op.kind != "destroy" for e in queue) for queue in device]
             self.proof.depth = max(self.proof.depth, *waiting, 0)
             self.proof.beside = max(self.proof.beside, sum(n > 0 for n in waiting))
 
@@ -315,7 +322,6 @@ class _Run:
         return None
 
     def _end(self, entry: _Entry) -> None:
-        entry.is_done = True
         self.done[entry.rank].update(entry.events)
         self.queues[entry.rank][entry.queue].popleft()
 
@@ -331,10 +337,10 @@ class _Run:
                     if fault is not None:
                         return True, fault
                     matched |= found
-            ended = [entry for entry in entries.values() if not entry.left and self._is_message(entry)]
+            ended = [entry for entry in entries.values() if not entry.left and entry.op.is_message]
             for entry in ended:
                 self._end(entry)
-            if len(entries) == len(ranks) and not any(map(self._is_message, entries.values())):
+            if len(entries) == len(ranks) and not any(entry.op.is_message for entry in entries.values()):
                 if (fault := self._unequal(list(entries.values()))) is not None:
                     return True, fault
                 for entry in entries.values():
@@ -344,17 +350,6 @@ class _Run:
                 return True, fault
             matched |= bool(ended)
         return matched, None
-
-    def _event(self, entry: _Entry) -> Event:
-        return self.traces[entry.rank].events[entry.events[0]]
-
-    def _destroys(self, entry: _Entry) -> bool:
-        op = self._event(entry).operation
-        return op is not None and op.kind == "destroy"
-
-    def _is_message(self, entry: _Entry) -> bool:
-        op = self._event(entry).operation
-        return op is not None and op.is_message
 
     def _match_messages(self, rank: int, entry: _Entry, entries: dict[int, _Entry]) -> tuple[bool, Fault | None]:
         """Matches this entry's sends with receives at the head of their partners' queues, in order."""
@@ -367,10 +362,7 @@ class _Run:
             receives = [pair for pair in other.left if pair[1].kind == "recv" and pair[1].peer == rank]
             for send, receive in zip(sends, receives, strict=False):
                 if (send[1].sizes, send[1].dtype) != (receive[1].sizes, receive[1].dtype):
-                    places = (
-                        Place(rank, _text(send[1]), send[1].stack),
-                        Place(peer, _text(receive[1]), receive[1].stack),
-                    )
+                    places = _said(rank, send[1]), _said(peer, receive[1])
                     return True, Fault("a send meets a receive of another size or dtype", places)
                 entry.left.remove(send)
                 other.left.remove(receive)
@@ -382,22 +374,19 @@ class _Run:
         for rank, entry in entries.items():
             for _, op in entry.left:
                 other = entries.get(op.peer)
-                if other is not None and not self._is_message(other):
-                    places = Place(rank, _text(op), op.stack), _place(op.peer, self._event(other))
-                    return Fault("a message meets a collective", places)
+                if other is not None and not other.op.is_message:
+                    return Fault("a message meets a collective", (_said(rank, op), _said(op.peer, other.op)))
         return None
 
     def _unequal(self, entries: list[_Entry]) -> Fault | None:
-        first = self._event(entries[0]).operation
-        assert first is not None
-        ranks = self.communicators[entries[0].comm].ranks
+        first = entries[0].op
+        ranks = self.communicators[first.comm].ranks
         for at, entry in enumerate(entries):
-            op = self._event(entry).operation
-            assert op is not None
+            op = entry.op
             if (op.kind, op.dtype, op.peer) != (first.kind, first.dtype, first.peer) or not _fits(
                 first, op, at, len(ranks)
             ):
-                places = _place(entries[0].rank, self._event(entries[0])), _place(entry.rank, self._event(entry))
+                places = _said(entries[0].rank, first), _said(entry.rank, op)
                 return Fault("ranks issue different collectives", places)
         if first.kind == "all_to_all":
             return self._unequal_parts(entries)
@@ -405,11 +394,9 @@ class _Run:
 
     def _unequal_parts(self, entries: list[_Entry]) -> Fault | None:
         size = len(entries)
-        ops = [self._event(entry).operation for entry in entries]
+        ops = [entry.op for entry in entries]
         for i, sender in enumerate(ops):
             for j, receiver in enumerate(ops):
-                assert sender is not None
-                assert receiver is not None
                 if sender.sizes[j] != receiver.sizes[size + i]:
                     places = tuple(
                         Place(entries[k].rank, f"{_text(op)}: {what} {n} elements", op.stack)
@@ -488,7 +475,7 @@ class _Run:
                     yield (other, -1, False) if making is None else self._thread_before(other, making)
 
     def _partners(self, entry: _Entry) -> Iterator["_Node"]:
-        if self._is_message(entry):
+        if entry.op.is_message:
             for _, op in entry.left:
                 wanted = "recv" if op.kind == "send" else "send", entry.rank
                 yield self._pending(op.peer, entry.comm, partial(_is_of, wanted))
@@ -539,14 +526,13 @@ class _Run:
         if not is_head or not ended:
             return None
         entry = self.entry_of[rank][index]
-        op = entry.left[0][1] if entry.left else self._event(entry).operation
-        assert op is not None
+        op = entry.left[0][1] if entry.left else entry.op
         events = self.traces[ended[0]].events
         last = [event for i, event in enumerate(events) if self._of(ended[0], i) == entry.comm]
         partner = _place(ended[0], last[-1]) if last else Place(ended[0], f"nothing on {entry.comm}")
         what = {"send": "is never received", "recv": "is never sent"}.get(op.kind, "is not joined")
         partner = Place(partner.rank, f"issues nothing after: {partner.text}", partner.stack)
-        return Fault(f"an operation {what}", (Place(rank, _text(op), op.stack), partner))
+        return Fault(f"an operation {what}", (_said(rank, op), partner))
 
     def _of(self, rank: int, index: int) -> str:
         op = self.traces[rank].events[index].operation

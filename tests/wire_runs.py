@@ -198,10 +198,9 @@ def trainer(case: Case, rank: int, world_size: int, folder: str) -> None:
         made.save_model(f"{folder}/saved")
 
 
-RUNS: dict[str, Run] = {
-    "engine": engine, "step": step, "long stretches": long_stretches, "stages": stages, "hand over": hand_over, "scoring": scoring, "trainer": trainer, "adapters": engine, "heads": heads,
-    "images": images, "distillation": distillation,
-}  # fmt: skip
+RUNS: dict[str, Run] = {run.__name__.replace("_", " "): run for run in (
+    engine, step, long_stretches, stages, hand_over, scoring, trainer, heads, images, distillation,
+)} | {"adapters": engine}  # fmt: skip
 
 # -- cases ------------------------------------------------------------------------------------------------------------------
 

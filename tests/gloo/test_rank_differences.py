@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from hf_hotspa.model.model_check import weights_digest
@@ -14,7 +13,7 @@ from hf_hotspa.trainer.same_run import ARGUMENTS_MAY_DIFFER, MAY_DIFFER
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
-from tests.rank_differences import drawn, outcome, wrong_ones
+from tests.rank_differences import TableOfRows, drawn, outcome, wrong_ones
 
 pytestmark = pytest.mark.gloo
 
@@ -58,18 +57,12 @@ class DoesNothing(TrainerCallback):
     pass
 
 
-class Drawn(Dataset):
+class Drawn(TableOfRows):
     """Rows whose reading draws numbers from torch's generator."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
 
     def __getitem__(self, place):
         torch.rand(3)
-        return self.rows[place]
+        return super().__getitem__(place)
 
 
 def trained(rank, folder, differs):
