@@ -154,40 +154,24 @@ class Runs:
         self.call("-m", "tests.front_data", str(folder), cwd=ROOT)
 
     def call(self, *words: str, cwd: Path | None = None) -> str:
-        done = subprocess.run(
-            [self.python, *words],
-            cwd=cwd or self.folder,
-            env=self._environment(),
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        return done.stdout + done.stderr
+        """What a Python of the environment prints."""
+        return subprocess.run(
+            [self.python, *words], cwd=cwd or self.folder, env=self._environment(), stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=900,
+        ).stdout  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
-        quiet = {
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "DO_NOT_TRACK": "1",
-            "AXOLOTL_DO_NOT_TRACK": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        quiet = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "DO_NOT_TRACK", "AXOLOTL_DO_NOT_TRACK"), "1")
         own = {
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "ACCELERATE_USE_CPU": "true",
-            "AXOLOTL_METRIC_NDIGITS": "8",
-        }
-        own |= {
-            "MODELSCOPE_CACHE": str(self.folder / "cache"),
+            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true",
+            "AXOLOTL_METRIC_NDIGITS": "8", "MODELSCOPE_CACHE": str(self.folder / "cache"),
             "PYTHONPATH": f"{self.folder / 'site'}:{ROOT}:{ROOT / 'examples'}",
-        }
+        }  # fmt: skip
         return {**os.environ, **quiet, **own}
 
     def command(self, given: dict[str, Any], ranks: int, output: Path) -> list[str]:
-        launch = [str(self.python)]
-        if ranks > 1:
-            launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        """The words behind Python."""
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
         if self.name == "axolotl":
             file = self.folder / f"{output.name}.yml"
             file.write_text(yaml.safe_dump(self.config(given, ranks, output)))
@@ -238,30 +222,12 @@ class Runs:
         output = self.folder / re.sub(r"\W+", "-", label)
         command = self.command(given, ranks, output)
         if strategies is not None:
-            command = [
-                str(self.python),
-                "-m",
-                "hf_hotspa.cli",
-                "run",
-                "--no-report",
-                "--strategies",
-                strategies,
-                "--",
-                *command,
-            ]
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self._environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=900,
-        )
+            door = ["-m", "hf_hotspa.cli", "run", "--no-report", "--strategies", strategies, "--"]
+            command = [*door, str(self.python), *command]
+        text = self.call(*command)
         output.mkdir(exist_ok=True)
-        (output / "output.txt").write_text(done.stdout)
-        logged = [json.loads(line) for line in re.findall(r"LOGGED (\[.*\])", done.stdout)]
-        return logged, done.stdout, output
+        (output / "output.txt").write_text(text)
+        return [json.loads(line) for line in re.findall(r"LOGGED (\[.*\])", text)], text, output
 
 
 def difference(ours: list[Any], theirs: list[Any]) -> float:
@@ -321,52 +287,28 @@ def example(runs: Runs, label: str, given: dict[str, Any]) -> str | None:
     return None
 
 
+_OF_EXAMPLES = {
+    "sample_packing", "pad_to_sequence_len", "optimizer", "lr_scheduler", "learning_rate", "save_strategy", "save_first_step",
+}  # fmt: skip
+_OF_THE_EXAMPLE = {
+    "special_tokens", "model_type", "tokenizer_type", "tokens", "load_in_8bit", "flash_attention", "resume_from_checkpoint",
+    "trust_remote_code",
+}  # fmt: skip
+"""Keys of our configs that an example has its own values of; and keys of examples that are of their models."""
+
+
 def of_axolotl(runs: Runs, archive: Path) -> dict[str, dict[str, Any]]:
     """Example configs of the source distribution, with model, data and steps replaced."""
     usual, found = runs.config({}, 2, runs.folder / "example"), {}
-    replaced = [
-        "base_model",
-        "tokenizer_config",
-        "datasets",
-        "dataset_prepared_path",
-        "output_dir",
-        "max_steps",
-        "num_epochs",
-        "val_set_size",
-        "bf16",
-        "fp16",
-        "tf32",
-        "attn_implementation",
-        "torch_dtype",
-        "use_cpu",
-        "logging_steps",
-        "dataset_num_proc",
-        "dataloader_num_workers",
-        "seed",
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        "chat_template",
-        "dataloader_pin_memory",
-    ]
     with tarfile.open(archive) as tar:
         for name in AXOLOTL_EXAMPLES:
             member = tar.extractfile(f"axolotl-{VERSIONS['axolotl']}/examples/{name}")
             assert member is not None
             given = yaml.safe_load(member.read())
             own = runs.config(given, 2, runs.folder / "example") if given.get("rl") else usual
-            for key in (
-                "special_tokens",
-                "model_type",
-                "tokenizer_type",
-                "tokens",
-                "load_in_8bit",
-                "flash_attention",
-                "resume_from_checkpoint",
-                "trust_remote_code",
-            ):
-                given.pop(key, None)
-            given = {key: value for key, value in given.items() if not key.startswith("wandb_")}
-            given |= {key: own[key] for key in replaced} | {"sequence_len": 512, "eval_sample_packing": False}
+            given = {k: v for k, v in given.items() if k not in _OF_THE_EXAMPLE and not k.startswith("wandb_")}
+            given |= {key: own[key] for key in usual.keys() - _OF_EXAMPLES}
+            given |= {"sequence_len": 512, "eval_sample_packing": False}
             found[name] = {key: value for key, value in given.items() if value is not None}
     return found
 
