@@ -26,7 +26,7 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
-    test: str
+    test: str = "tests/gloo/test_fuzz_faults.py::test_a_fault_is_found_by_a_fuzzer"
 
 
 ENGINE, UNIT = "tests/gloo/test_engine.py::", "tests/unit/"
@@ -37,7 +37,6 @@ HEADS = "tests/gloo/test_token_heads.py::test_losses_predictions_and_gradients_a
 LORA = "tests/gloo/test_lora.py::"
 IMAGES = "tests/gloo/test_images.py::test_losses_and_gradients_are_those_of_the_plain_model[2-cases0]"
 CALLERS_OF_IMAGES = "tests/gloo/test_images.py::test_callers_may_use_logits_factors_and_several_calls[2-qwen3_vl-dp2:24,tp2:200-options0]"
-FAULTS = "tests/gloo/test_fuzz_faults.py::test_a_fault_is_found_by_a_fuzzer"
 
 MUTATIONS = [
     # -- rows with images
@@ -738,70 +737,60 @@ TAKEN_BACK = [
         "hf_hotspa/switched/model_object.py",
         "    if code is None or code.co_freevars or not",
         "    if code is not None or code.co_freevars or not",
-        FAULTS,
     ),
     Mutation(
         "attributes of modules that were changed are not noticed",
         "hf_hotspa/model/model_check.py",
         "    if changes := changed_facts(facts, expected_facts, fresh):",
         "    if (changes := changed_facts(facts, expected_facts, fresh)) and fresh is None:",
-        FAULTS,
     ),
     Mutation(
         "what a callback freezes is trained further",
         "hf_hotspa/switched/model_object.py",
         "                (frozen.add if at_start else thawed.append)(name)",
         "                _ = at_start or thawed.append(name)",
-        FAULTS,
     ),
     Mutation(
         "rates are not restored",
         "hf_hotspa/trainer/resuming.py",
         "        scheduler.load_state_dict(tensors.state_from_json(state))",
         "        tensors.state_from_json(state)",
-        FAULTS,
     ),
     Mutation(
         "states of the optimizer are not restored",
         "hf_hotspa/trainer/resuming.py",
         'tensors.restore(path, manifest, engine.master, optimizer, state["optimizer"])',
         "tensors.restore(path, manifest, engine.master, None, None)",
-        FAULTS,
     ),
     Mutation(
         "rates of the stock Trainer are not restored",
         "hf_hotspa/trainer/resuming.py",
         "            scheduler.load_state_dict(dict(stock.scheduler))",
         "            pass",
-        FAULTS,
     ),
     Mutation(
         "tokens of ranks are taken for the order of the pack",
         "hf_hotspa/parallel/context.py",
         "        order = division.to_pack\n        by_heads",
         "        order = None\n        by_heads",
-        FAULTS,
     ),
     Mutation(
         "gradients that come back on a ring are lost",
         "hf_hotspa/parallel/context.py",
         "of_row.index_add_(2, ring.mine, returning[1]",
         "of_row.index_add_(2, ring.mine, 0 * returning[1]",
-        FAULTS,
     ),
     Mutation(
         "gradients of keys that other ranks have are not summed",
         "hf_hotspa/parallel/context.py",
         "total = parts.sum(0, dtype=wide)[",
         "total = parts[0].to(wide)[",
-        FAULTS,
     ),
     Mutation(
         "results of experts are weighed in the order in which they came back",
         "hf_hotspa/features/experts/expert_parallel.py",
         "back * weights.reshape(-1)[order][:, None]",
         "back * weights.reshape(-1)[:, None]",
-        FAULTS,
     ),
 ]
 """Mends that are taken back, and bugs of parts that fuzzers alone run: with some of the others, what fuzzers must find."""

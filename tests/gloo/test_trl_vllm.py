@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hf_hotspa.engine import master
 from hf_hotspa.switched.model_object import release
@@ -63,22 +62,18 @@ class Held:
     """Counts the segments that a rank holds whole."""
 
     def __init__(self) -> None:
-        self._refs: list[Any] = []
-        self.most, self.largest, self.seconds, self.bytes = 0, 0, 0.0, 0
+        self._refs, self.most = list[Any](), 0
         own, patched = master._whole, cast(Any, master)
 
         def counted(*args: Any) -> Any:
-            begin = time.perf_counter()
+            deadline = time.monotonic() + 5
             # a thread of gloo may keep the message of before until the machine gives it a turn
-            while any(ref() is not None for ref in self._refs) and time.perf_counter() < begin + 5:
+            while any(ref() is not None for ref in self._refs) and time.monotonic() < deadline:
                 time.sleep(1e-3)
-            begin = time.perf_counter()
             flat = own(*args)
-            self.seconds += time.perf_counter() - begin
             if flat is not None:
                 self._refs = [ref for ref in self._refs if ref() is not None] + [weakref.ref(flat)]
-                self.most, size = max(self.most, len(self._refs)), flat.numel() * flat.element_size()
-                self.largest, self.bytes = max(self.largest, size), self.bytes + size
+                self.most = max(self.most, len(self._refs))
             return flat
 
         patched._whole = counted
@@ -98,20 +93,6 @@ def served(rank: int, world_size: int, pools: list[str], folder: str, dtype: tor
                 assert len(checked) == (3 if rank == 0 or mode == "colocate" else 0), (pool, mode, checked)
                 trainer.close_engine()
     assert held.most <= 1
-    wire_s = broadcast_seconds(held.bytes)
-    if rank == 0:
-        print(f"{held.bytes / 2**20:.1f} MiB in {held.seconds:.3f} s; the wire's bound, one broadcast: {wire_s:.3f} s")
-
-
-def broadcast_seconds(size: int) -> float:
-    """What so many bytes of rank 0 take in one message."""
-    sizes = [size]
-    dist.broadcast_object_list(sizes)
-    message = torch.zeros(sizes[0], dtype=torch.uint8)
-    dist.barrier()
-    begin = time.perf_counter()
-    dist.broadcast(message, 0)
-    return time.perf_counter() - begin
 
 
 def vllm_trainer(pool: str, mode: str, lora: bool, folder: str, dtype: torch.dtype, generation: Any) -> Any:
