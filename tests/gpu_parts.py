@@ -1,8 +1,7 @@
 """What must hold over NCCL, as parts that run anywhere: on GPUs over NCCL, over gloo through the host, on CPU processes.
 
-`make test-gpu` runs every part on what the machine has (`tests/gpu/test_parts_on_gpu.py`); `make test` (some
-of them `make test-slow`) runs a short form of the same functions on CPU processes over gloo (`tests/gloo/test_gpu_parts.py`), so that what reaches a GPU is known to
-be right code. A part raises where something is wrong, and returns figures for the log.
+`make test-gpu` runs every part on what the machine has (`tests/gpu/test_parts_on_gpu.py`), and `make test-slow` on CPU processes
+over gloo (`tests/gloo/test_gpu_parts.py`), so that what reaches a GPU is known to be right code. A part raises where something is wrong, and returns figures for the log.
 """
 
 import gc
@@ -38,8 +37,6 @@ from tests.training_runs import STEPS, contents, make_trainer, newest, train
 from tests.worlds import make_engine, make_mini_batch
 
 TIMEOUT_S = 500.0
-_SHORT = 13
-"""Every so manieth strategy is in the short form: no divisor of how many options a degree has, so that all take part."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,11 @@ class Stage:
     Args:
         device: See `run_ranks`.
         ranks: 2 or 4.
-        short: Whether little is enough: to show that the part itself is right.
         folder: An empty one.
     """
 
     device: Device
     ranks: int
-    short: bool
     folder: Path
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -90,11 +85,9 @@ def strategies(ranks: int, family: str) -> list[Strategy]:
 def exact(stage: Stage) -> Figures:
     """Loss and gradients of every strategy, in fp64 and fp32, with every way to plan and to run switches in turn."""
     count = 0
-    families = ("llama_uneven", "qwen3_qk_norm_tied", "phi3_fused", MIXTURE)
-    for family in ("qwen3_qk_norm_tied", MIXTURE) if stage.short else families:
-        found = [f"{strategy}:40@64" for strategy in strategies(stage.ranks, family)]
-        buckets = found[1::_SHORT] if stage.short else found
-        for dtype in (torch.float64,) if stage.short else (torch.float64, torch.float32):
+    for family in ("llama_uneven", "qwen3_qk_norm_tied", "phi3_fused", MIXTURE):
+        buckets = [f"{strategy}:40@64" for strategy in strategies(stage.ranks, family)]
+        for dtype in (torch.float64, torch.float32):
             check_errors(stage.run(errors_of_rank, family, dtype, buckets, SWITCHES), dtype)
             count += len(buckets)
     return {"strategies checked": count}
@@ -109,10 +102,9 @@ def pipelines(stage: Stage) -> Figures:
     two = ["pp2:40@44", "pp2:40@16", "dp2:8@16,pp2:40"]
     four = ["pp4:40@44", "pp4:40@16", "dp2pp2:40@24", "tp2pp2:40@44", "dp4:8@16,dp2pp2:16,pp4:40@48"]
     buckets = {2: two, 4: four}[stage.ranks]
-    families = ("llama_uneven",) if stage.short else ("llama_uneven", "qwen3_qk_norm_tied", "olmo")
+    families = ("llama_uneven", "qwen3_qk_norm_tied", "olmo")
     for family in families:
-        given = family, torch.float64, buckets, SWITCHES[3:] if stage.short else SWITCHES
-        check_errors(stage.run(errors_of_rank, *given), torch.float64)
+        check_errors(stage.run(errors_of_rank, family, torch.float64, buckets, SWITCHES), torch.float64)
     return {"bucket lists checked": len(buckets) * len(families)}
 
 
@@ -230,11 +222,10 @@ def all_pairs(rank: int, world_size: int, family: str, options: dict[str, Any]) 
 def switches(stage: Stage) -> Figures:
     """The contract of transports, random switches, and every pair of strategies, direct and over relays."""
     clauses = stage.run(keeps_the_contract)
-    seeds = range(1000 * stage.ranks, 1000 * stage.ranks + (12 if stage.short else 90))
+    seeds = range(1000 * stage.ranks, 1000 * stage.ranks + 90)
     stage.run(random_switches, seeds)
     plans = [{"planner": planner, "devices_per_node": 2} for planner in ("relay", "algorithm1")]
-    families = (MIXTURE,) if stage.short else ("qwen3_qk_norm_tied", MIXTURE)
-    given = [(family, options) for family in families for options in plans[: 1 if stage.short else None]]
+    given = itertools.product(("qwen3_qk_norm_tied", MIXTURE), plans)
     pairs = sum(stage.run(all_pairs, *each)[0] for each in given)
     return {"clauses": clauses[0], "random switches": len(seeds), "pairs": pairs}
 
@@ -246,7 +237,7 @@ def overlap(stage: Stage) -> Figures:
         2: ("fused-bf16", "norms-without-weights"),
     }[stage.ranks]
     off = {"overlap_load": False, "overlap_return": False}
-    for case in cases[:1] if stage.short else cases:
+    for case in cases:
         ranks, family, buckets, mini_batches, options = SAME_BITS[case]
         assert ranks == stage.ranks
         late = [
@@ -254,7 +245,7 @@ def overlap(stage: Stage) -> Figures:
         ]
         assert late
         assert not any(late), f"{case}: a gradient was final before, but nobody noticed"
-    return {"cases": len(cases[:1] if stage.short else cases)}
+    return {"cases": len(cases)}
 
 
 # --------------------------------------------------------------------------------------------- agreement and faults
@@ -279,7 +270,6 @@ def faults(stage: Stage) -> Figures:
         ("killed", "load", 0), ("hangs", "load", 1), ("exception", "return", 0), ("killed", "return", 1),
         ("another plan", "agreement", 1), ("leaves", "agreement", 1), ("killed", "save", 0),
     ]  # fmt: skip
-    corners = corners[:2] if stage.short else corners
     reference = test_faults.reference_run(stage.device)
     for kind, phase, victim in corners:
         test_faults.check_fault(kind, phase, victim, reference, stage.device)
@@ -353,7 +343,7 @@ def hot_run(rank: int, world_size: int, folder: str, steps: int, options: dict[s
 
 def curve(stage: Stage) -> Figures:
     """Twenty steps of the stock Trainer in one process, and ours with three strategies: the same losses."""
-    steps, options = 8 if stage.short else 20, stage.trainer_options
+    steps, options = 20, stage.trainer_options
     (stock,) = stage.run(stock_run, str(stage.folder / "stock"), steps, options, ranks=1, init=False)
     most = 0.0
     for losses in stage.run(hot_run, str(stage.folder / "hot"), steps, options):
@@ -400,9 +390,8 @@ def long_loop(rank: int, world_size: int, steps: int) -> list[tuple[int, int]]:
     return [*found, (0, communicators() - before)]
 
 
-def loop(stage: Stage) -> Figures:
+def loop(stage: Stage, steps: int = 200) -> Figures:
     """Two hundred steps: no byte and no communicator more than after ten, and none left at the end."""
-    steps = 25 if stage.short else 200
     for warm, late, after in stage.run(long_loop, steps):
         assert late[1] == warm[1], f"{late[1] - warm[1]} communicators more after {steps} steps"
         assert abs(late[0] - warm[0]) <= 1 << 16, f"{late[0] - warm[0]} bytes more after {steps} steps"

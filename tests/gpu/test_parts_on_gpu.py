@@ -15,6 +15,6 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", PARTS)
 def test_part(name: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     setup = best_setup(Machine.found())
-    stage = Stage("cpu" if setup.kind == CPU else "cuda", setup.ranks, False, tmp_path)
+    stage = Stage("cpu" if setup.kind == CPU else "cuda", setup.ranks, tmp_path)
     for key, value in PARTS[name].run(stage).items():
         record_property(key, value)
