@@ -49,14 +49,6 @@ NOTHING = 1e-9
 """Seconds below which a switch moves nothing."""
 
 
-def weight_pair(a: Strategy, b: Strategy) -> tuple[Layout, Layout]:
-    return weights(MODEL, a), weights(MODEL, b)
-
-
-def gradient_pair(a: Strategy, b: Strategy) -> tuple[Layout, Layout]:
-    return sharded_pair(MODEL, a, b)
-
-
 def compare(kind: str, source: Layout, target: Layout, cluster: Cluster, *, closed_form: bool) -> dict[str, float]:
     """Seconds of the bound and of each planner's plan for one switch; a return is compared with its adjoint's bound."""
     sizes = [2] * max(len(source.placements), len(target.placements))
@@ -75,9 +67,11 @@ def compare(kind: str, source: Layout, target: Layout, cluster: Cluster, *, clos
 def cases_of(kind: str, strategies: Sequence[Strategy], world_size: int) -> list[tuple[str, Callable[[], Any]]]:
     """`(name, layouts)` of all switches of a kind; layouts are made when they are needed."""
     store = master(MODEL, world_size)
-    if kind in ("weights", "sharded gradients"):
-        pair = weight_pair if kind == "weights" else gradient_pair
-        return [(f"{a}->{b}", lambda a=a, b=b: pair(a, b)) for a, b in permutations(strategies, 2)]
+    pairs = list(permutations(strategies, 2))
+    if kind == "weights":
+        return [(f"{a}->{b}", lambda a=a, b=b: (weights(MODEL, a), weights(MODEL, b))) for a, b in pairs]
+    if kind == "sharded gradients":
+        return [(f"{a}->{b}", lambda a=a, b=b: sharded_pair(MODEL, a, b)) for a, b in pairs]
     if kind == "gradient return":
         return [(f"{s}->master", lambda s=s: (gradients(MODEL, s), store)) for s in strategies]
     return [(f"master->{s}", lambda s=s: (store, weights(MODEL, s))) for s in strategies]

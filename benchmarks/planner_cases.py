@@ -3,7 +3,7 @@
 Everything is made without torch, from shapes alone, and cached: a benchmark asks for the same layouts many times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -77,23 +77,20 @@ def stage_costs(model: str) -> tuple[list[int], int]:
 
 def weights(model: str, strategy: Strategy) -> Layout:
     """The weights of a model under a strategy."""
-    return _weights(model, strategy, strategy.shard_order)
-
-
-@lru_cache(maxsize=512)
-def _weights(model: str, strategy: Strategy, _: tuple[int, ...]) -> Layout:
-    # strategies of equal degrees are equal, so that the order is a separate key
-    return strategy_layout(llama_vector(model), strategy)
+    return _layout(strategy_layout, model, strategy, strategy.shard_order)
 
 
 def gradients(model: str, strategy: Strategy) -> Layout:
     """What the ranks of a strategy add to the gradient."""
-    return _gradients(model, strategy, strategy.shard_order)
+    return _layout(gradient_layout, model, strategy, strategy.shard_order)
 
 
-@lru_cache(maxsize=512)
-def _gradients(model: str, strategy: Strategy, _: tuple[int, ...]) -> Layout:
-    return gradient_layout(llama_vector(model), strategy)
+@lru_cache(maxsize=1024)
+def _layout(
+    make: Callable[[ParameterVector, Strategy], Layout], model: str, strategy: Strategy, _: tuple[int, ...]
+) -> Layout:
+    # strategies of equal degrees are equal, so that the order is a separate key
+    return make(llama_vector(model), strategy)
 
 
 @lru_cache

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -156,8 +157,7 @@ class Store:
     def empty(cls, layout: Layout, rank: int, dtype: torch.dtype) -> "Store":
         sizes = layout.rank_sizes(rank)
         flat = torch.empty(sum(sizes), dtype=dtype).fill_(0)  # touched, so that it counts as resident memory
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        offsets = [end - size for end, size in zip(ends, sizes, strict=True)]
+        offsets = list(accumulate(sizes[:-1], initial=0))
         views = [flat[o : o + size] if size else None for o, size in zip(offsets, sizes, strict=True)]
         return cls(flat, offsets, views)
 
