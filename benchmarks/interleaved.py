@@ -14,13 +14,12 @@ one of 64 tokens head and loss take less than 2 % of a stage.
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from result_file import command_line, given_options, write_json
+from result_file import command_line, given_options, timed_calls, write_json
 
 from hf_hotspa.commands.rank_world import run_world
 from hf_hotspa.costs.time import Pipeline, pipeline_seconds
@@ -53,16 +52,6 @@ Pass = tuple[int, bool, float, float]
 """Which of the rank's stages, whether it is backward, and when it began and ended, in seconds."""
 
 
-def _recorded(log: list[Pass], parts: dict[int, int], is_backward: bool, function: Callable[..., Any]) -> Any:
-    def call(chunk: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = function(chunk, stage, *args, **kwargs)
-        log.append((parts[id(stage)], is_backward, begin, time.perf_counter()))
-        return result
-
-    return call
-
-
 def run_side(rank: int, world_size: int, options: argparse.Namespace, rounds: int) -> list[dict[str, Any]]:
     """Of each number of packs the fastest repetition: wall seconds, the loss, idle over busy seconds, and the seconds of each
     pass of each stage."""
@@ -74,9 +63,14 @@ def run_side(rank: int, world_size: int, options: argparse.Namespace, rounds: in
     (runner,) = engine.phases.values()
     parts = {id(part): index for index, part in enumerate(runner.parts)}
     log: list[Pass] = []
-    chunk = Pack
-    chunk.forward = _recorded(log, parts, False, chunk.forward)  # type: ignore[method-assign]
-    chunk.backward = _recorded(log, parts, True, chunk.backward)  # type: ignore[method-assign]
+    for is_backward, name in enumerate(("forward", "backward")):
+
+        def note(
+            begin: float, end: float, _: Pack, stage: Any, *__: Any, is_backward: bool = bool(is_backward)
+        ) -> None:
+            log.append((parts[id(stage)], is_backward, begin, end))
+
+        setattr(Pack, name, timed_calls(getattr(Pack, name), note))
     collate = PackedBucketCollator([bucket], rank=rank, vocab_size=model.config.vocab_size)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (max(options.packs), options.tokens), generator=draw).tolist()

@@ -12,15 +12,13 @@ each pass of each stage are recorded. Printed is the slowest stage of every cut,
 import argparse
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from functools import partialmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from result_file import command_line, given_options, write_json
+from result_file import command_line, given_options, timed_calls, write_json
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from hf_hotspa.calibrate.model_calibration import calibrate
@@ -75,16 +73,6 @@ def cut_after(first: int, layers: int) -> StageCosts:
     return StageCosts((layers - first,) * first + (first,) * (layers - first))
 
 
-def _recorded(log: list[float], run: Callable[..., Any]) -> Any:
-    def call(chunk: Any, *args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = run(chunk, *args, **kwargs)
-        log.append(time.perf_counter() - begin)
-        return result
-
-    return partialmethod(call)
-
-
 def run_cuts(rank: int, world_size: int, options: argparse.Namespace, cache: str) -> dict[str, Any] | None:
     """Layers in the first stage of our cut and of that by parameters; seconds of a pack on both stages, by the same."""
     config, strategy = make_config(options), Strategy(pp=STAGES)
@@ -93,9 +81,8 @@ def run_cuts(rank: int, world_size: int, options: argparse.Namespace, cache: str
     model = Qwen2MoeForCausalLM(config).train()
     bucket = Bucket(strategy, options.tokens, options.tokens)
     log: list[float] = []
-    chunk = Pack
-    chunk.forward = _recorded(log, chunk.forward)  # type: ignore[method-assign]
-    chunk.backward = _recorded(log, chunk.backward)  # type: ignore[method-assign]
+    for name in ("forward", "backward"):
+        setattr(Pack, name, timed_calls(getattr(Pack, name), lambda begin, end, *_: log.append(end - begin)))
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (options.packs, options.tokens), generator=draw).tolist()
     mini_batch = PackedBucketCollator([bucket], rank=rank, vocab_size=config.vocab_size)(

@@ -1,9 +1,11 @@
-"""What benchmarks share: the options that each has, the facts of a machine, and the files of numbers and pictures."""
+"""What benchmarks share: the options that each has, a clock, the facts of a machine, and the files of numbers and pictures."""
 
 import argparse
 import json
 import os
 import platform
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,19 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options as a result has them: without the files that are written."""
     values = {name: value for name, value in vars(options).items() if name not in ("json", "svg")}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def timed_calls(function: Callable[..., Any], note: Callable[..., object]) -> Callable[..., Any]:
+    """The function; when it began and ended is noted after each call, in seconds, with its arguments."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            note(begin, time.perf_counter(), *args)
+
+    return call
 
 
 def machine_facts(ranks: int) -> dict[str, Any]:

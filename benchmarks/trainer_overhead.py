@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from contest import MODELS, make_model
+from result_file import timed_calls
 
 from hf_hotspa.commands.bench.workload import make_rows
 from hf_hotspa.commands.rank_world import run_world
@@ -55,15 +56,7 @@ def measure_trainer(
 
         def counted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
             """The function; its time is added to an attribute."""
-
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                begin = time.perf_counter()
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
-
-            return wrapped
+            return timed_calls(function, lambda begin, end, *_: setattr(self, name, getattr(self, name) + end - begin))
 
     clock = Clock()
     longest, shortest = max(lengths), options.budget

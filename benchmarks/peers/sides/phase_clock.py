@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from result_file import timed_calls
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_single", "reduce_scatter_single")
 
@@ -25,8 +26,8 @@ class PhaseClock:
         for strategy, phase in engine.phases.items():
             phase.compute = self._phase(str(strategy), phase.compute)
         for name in _COLLECTIVES:
-            setattr(dist, name, self._counted("tp", getattr(dist, name)))
-        send = self._counted("pp", dist.batch_isend_irecv)
+            setattr(dist, name, self.counted("tp", getattr(dist, name)))
+        send = self.counted("pp", dist.batch_isend_irecv)
         dist.batch_isend_irecv = lambda *args, **kwargs: [_Timed(work, self) for work in send(*args, **kwargs)]
 
     def take(self) -> dict[str, dict[str, float]]:
@@ -52,29 +53,17 @@ class PhaseClock:
 
         return timed
 
-    def _counted(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.add(part, time.perf_counter() - begin)
-
-        return timed
+    def counted(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function; its seconds count as a part of the phase that runs."""
+        return timed_calls(function, lambda begin, end, *_: self.add(part, end - begin))
 
 
 class _Timed:
     """A message under way: who waits for it is timed."""
 
     def __init__(self, work: Any, clock: PhaseClock) -> None:
-        self._work, self._clock = work, clock
-
-    def wait(self, *args: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return self._work.wait(*args)
-        finally:
-            self._clock.add("pp", time.perf_counter() - begin)
+        self._work = work
+        self.wait = clock.counted("pp", work.wait)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
