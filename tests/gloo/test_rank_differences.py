@@ -93,30 +93,7 @@ def trained(rank, folder, differs):
     return weights_digest(weights), [log.get("loss") for log in trainer.state.log_history], drawn_next
 
 
-def both(rank, world_size, folder):
-    return trained(rank, folder, False), trained(rank, folder, True)
-
-
-def test_what_may_differ_changes_nothing(tmp_path):
-    assert {*FIELDS, "local_rank"} == set(ARGUMENTS_MAY_DIFFER)
-    model = tiny_model("llama_gqa_bias")
-    for place in ("here", "there"):
-        model.save_pretrained(tmp_path / place / "model")
-        (tmp_path / f"{place}.json").write_text('{"gradient_clipping": 0.5}')
-    for same, other in run_ranks(2, both, str(tmp_path)):
-        assert same == other
-
-
-def test_the_page_lists_what_may_differ():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "several-machines.md").read_text()
-    table = page.partition("| what | why |\n|---|---|\n")[2].partition("\n\n")[0]
-    reasons = dict.fromkeys(ARGUMENTS_MAY_DIFFER.values())
-    names = {why: ", ".join(f"`{name}`" for name, of in ARGUMENTS_MAY_DIFFER.items() if of == why) for why in reasons}
-    rows = [f"| {of} | {why} |" for why, of in names.items()]
-    assert table.splitlines() == rows + [f"| {name} | {why} |" for name, why in MAY_DIFFER.items()]
-
-
-def other_weights(rank, world_size):
+def other_weights(rank):
     """Digests of the model object before and after the engine has started."""
     from tests.switched import switched
 
@@ -130,7 +107,28 @@ def other_weights(rank, world_size):
     return before, weights_digest(model)
 
 
-def test_the_models_of_all_ranks_have_the_weights_of_rank_0_from_the_start():
-    (first, mine), (other, theirs) = run_ranks(2, other_weights)
-    assert first != other
-    assert mine == theirs == first
+def without_an_error(rank, world_size, folder):
+    return trained(rank, folder, False), trained(rank, folder, True), other_weights(rank)
+
+
+def test_what_may_differ_changes_nothing_and_models_have_the_weights_of_rank_0_from_the_start(tmp_path):
+    assert {*FIELDS, "local_rank"} == set(ARGUMENTS_MAY_DIFFER)
+    model = tiny_model("llama_gqa_bias")
+    for place in ("here", "there"):
+        model.save_pretrained(tmp_path / place / "model")
+        (tmp_path / f"{place}.json").write_text('{"gradient_clipping": 0.5}')
+    (same, other, (first, mine)), (same_of_1, other_of_1, (drawn_of_1, theirs)) = run_ranks(
+        2, without_an_error, str(tmp_path)
+    )
+    assert same == other
+    assert same_of_1 == other_of_1
+    assert drawn_of_1 != mine == theirs == first
+
+
+def test_the_page_lists_what_may_differ():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "several-machines.md").read_text()
+    table = page.partition("| what | why |\n|---|---|\n")[2].partition("\n\n")[0]
+    reasons = dict.fromkeys(ARGUMENTS_MAY_DIFFER.values())
+    names = {why: ", ".join(f"`{name}`" for name, of in ARGUMENTS_MAY_DIFFER.items() if of == why) for why in reasons}
+    rows = [f"| {of} | {why} |" for why, of in names.items()]
+    assert table.splitlines() == rows + [f"| {name} | {why} |" for name, why in MAY_DIFFER.items()]
