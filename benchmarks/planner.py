@@ -214,7 +214,7 @@ def print_times(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Prints each row when it is there; all of them."""
     print("\nplanning on one core, s; operations = messages of the busiest sampled rank in one round")
     print(
-        f"{'model':>5} {'devices':>7}  {'what':38} {'cold':>7} {'cpu':>7} {'validate':>8} {'again':>9} {'plan MB':>8}"
+        f"{'model':>5} {'devices':>7}  {'what':38} {'cold':>7} {'cpu':>7} {'validate':>8} {'plan MB':>8}"
         f" {'ops':>4} {'rounds':>6} {'cut s':>6}"
     )
     found = []
@@ -222,7 +222,7 @@ def print_times(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append(row)
         print(
             f"{row['model']:>5} {row['devices']:7}  {row['what']:38} {row['cold_s']:7.3f} {row['cpu_s']:7.3f}"
-            f" {row['validate_s']:8.3f} {row['cached_s'] * 1e6:6.1f} us {row['plan_bytes'] / 1e6:8.2f}"
+            f" {row['validate_s']:8.3f} {row['plan_bytes'] / 1e6:8.2f}"
             f" {row['operations']:4} {row['rounds']:6} {row['cut_s']:6.3f}",
             flush=True,
         )

@@ -1,8 +1,7 @@
 """How long planning takes, and how many messages a rank then has: from 7B on 8 devices to 405B on 4096.
 
 *Cold* is one call of the planner, the proof of the plan included, in wall time and in processor time (steadier where
-other programs run); layouts are made before and not counted. The planner keeps no plans. *Again* is what their keeper
-pays: a dictionary look-up by a plan's digest and wire dtypes, as the executor finds its schedules.
+other programs run); layouts are made before and not counted. The planner keeps no plans.
 """
 
 import time
@@ -54,18 +53,9 @@ def planning_times(largest: str = "405B") -> Iterator[dict[str, Any]]:
             prove(plan, sources, target)
             proof = time.perf_counter() - start
             row = {"model": model, "devices": world, "what": what, "cold_s": cold, "cpu_s": cpu, "validate_s": proof}
-            yield row | {"cached_s": _look_up(plan), "plan_bytes": _size(plan)} | _messages(plan, world)
+            yield row | {"plan_bytes": _size(plan)} | _messages(plan, world)
         if model == largest:
             break
-
-
-def _look_up(plan: SwitchPlan) -> float:
-    """Seconds of finding a plan again by its digest, as the executor finds its schedules."""
-    known = {(plan.digest, ("bfloat16",)): plan}
-    start = time.perf_counter()
-    for _ in range(1000):
-        known[plan.digest, ("bfloat16",)]
-    return (time.perf_counter() - start) / 1000
 
 
 def _size(plan: SwitchPlan) -> int:
