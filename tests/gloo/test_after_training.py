@@ -65,12 +65,17 @@ def used_again(rank: int, world_size: int, folder: str) -> Any:
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(0.5)
 
+    def reordered(model: Any) -> None:  # the same values in other places
+        weight = model.get_output_embeddings().weight
+        weight.data[:] = weight.detach().flip(0)
+
     def rescaled(model: Any) -> None:
         for module in model.modules():
             if hasattr(module, "set_scale"):
                 module.set_scale("default", 0.4)
 
-    for how in (lambda model: None, halved, rescaled, lambda m: m.merge_adapter(), lambda m: m.unmerge_adapter()):
+    merged, unmerged = lambda model: model.merge_adapter(), lambda model: model.unmerge_adapter()
+    for how in (lambda model: None, halved, reordered, rescaled, merged, unmerged):
         change(how)
     trainer.train()
     change(lambda model: None)

@@ -136,25 +136,18 @@ def refused(rank, world_size, folder):
             measure_gain(make_trainer(folder, strategies), steps=steps)
         except HotspaError as error:
             said.append(str(error))
-    return said, measure_gain(make_trainer(folder, "tp2:60"))
-
-
-def test_what_cannot_be_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOTSPA_CACHE", str(tmp_path / "cache"))
-    for (none, untrained), one in run_ranks(2, refused, str(tmp_path)):
-        assert "0 mini-batches" in none
-        assert "nothing was trained" in untrained
-        assert one is None
-
-
-def beside_cp(rank, world_size, folder):
-    trainer = make_trainer(folder, "dp2:16@32,cp2:60")
+    trainer = make_trainer(folder, "dp2:16@32,cp2:60")  # the single strategy is one with context parallelism
     trainer.train()
-    return measure_gain(trainer, steps=1)
+    return said, measure_gain(make_trainer(folder, "tp2:60")), measure_gain(trainer, steps=1)
 
 
-def test_the_single_strategy_may_be_one_with_context_parallelism(tmp_path):
-    gain, other = run_ranks(2, beside_cp, str(tmp_path))
-    assert gain == other
-    assert list(gain.singles) == ["cp2"]
-    assert gain.loss_difference < 1e-5
+def test_what_cannot_be_measured_and_what_can_beside_cp(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOTSPA_CACHE", str(tmp_path / "cache"))
+    found = run_ranks(2, refused, str(tmp_path))
+    assert found[0] == found[1]
+    (none, untrained), one, of_cp = found[0]
+    assert "0 mini-batches" in none
+    assert "nothing was trained" in untrained
+    assert one is None
+    assert list(of_cp.singles) == ["cp2"]
+    assert of_cp.loss_difference < 1e-5

@@ -115,22 +115,6 @@ def test_predictions_come_from_a_file_or_the_cache_and_change_nothing(tmp_path):
     assert both[1][4] == []  # rank 0 reads, rank 0 warns
 
 
-def refused_run(rank, world_size, folder, file):
-    from hf_hotspa.errors import HotspaError
-
-    with pytest.raises(HotspaError) as caught:
-        train(folder, hotspa_calibration=file)
-    return str(caught.value)
-
-
-def test_a_file_of_another_case_is_refused_on_every_rank(tmp_path):
-    file = tmp_path / "calibration.json"
-    calibration_for(4).save(file)
-    first, second = run_ranks(2, refused_run, str(tmp_path), str(file))
-    assert first == second
-    assert "processes a node 4 instead of 2" in first
-
-
 def limited_run(rank, world_size, folder):
     """With packs as long as the limit allows, and with longer ones."""
     from hf_hotspa.errors import DeviceMemoryError

@@ -42,23 +42,6 @@ def tmp_path():
         yield folder
 
 
-def of_logits(base):
-    """A loss that is no sum over tokens: the means of rows, squared; and a part of the model's own."""
-
-    class OfLogits(base):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(**inputs)
-            targets = inputs["labels"][:, 1:]
-            losses = torch.nn.functional.cross_entropy(
-                outputs.logits[:, :-1].transpose(1, 2), targets, ignore_index=-100, reduction="none"
-            )
-            of_rows = losses.sum(1) / (targets != -100).sum(1).clamp(min=1)
-            loss = of_rows.square().sum() / 9 + outputs.loss / 3
-            return (loss, outputs) if return_outputs else loss
-
-    return OfLogits
-
-
 def weighted(base):
     """A multiple of the model's own loss, which a first step cannot know."""
 
@@ -70,68 +53,34 @@ def weighted(base):
     return Weighted
 
 
-def with_token_loss(base):
-    """A token loss, of which the batches of a step are parts."""
-
-    class Own(base):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, token_loss=lambda s: (-s.log_probs * (1 - s.log_probs.exp()) ** 2).sum(), **kwargs)
-
-    return Own
-
-
 ACCUMULATED = {"hotspa_mini_batch_size": None, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 CASES = {
-    "one rank": (1, {}, [1, 2, 3, 4, 5, 6]),
-    "two strategies": (2, {}, [2, 4]),
     "three strategies": (
-        2,
-        {"family": "phi3_fused", "hotspa_strategies": "dp2:16@32,tp2:32,pp2:60", "max_steps": 6},
-        [3, 4],
+        2, {"family": "phi3_fused", "hotspa_strategies": "dp2:16@32,tp2:32,pp2:60", "max_steps": 6}, [3, 4],
     ),
+    "token chunks, in the background": (
+        2, {"hotspa_strategies": "dp2+ck7:16@32,tp2+ck13:60", "hotspa_async_save": True, "max_steps": 5}, [3],
+    ),
+}  # fmt: skip
+SLOW = {
     "four ranks": (4, {"family": "phi3_fused"}, [3]),
     "workers": (2, {"dataloader_num_workers": 2}, [2]),
     "momentum": (2, {"optim": "sgd", "optim_args": "momentum=0.9", "family": "llama_uneven"}, [5]),
     "rmsprop": (1, {"optim": "rmsprop", "lr_scheduler_type": "cosine", "dataloader_drop_last": True}, [2, 3, 4]),
     "epochs": (1, {"max_steps": -1, "num_train_epochs": 1.75, "save_strategy": "epoch"}, [4]),
-    "token chunks, in the background": (
-        2,
-        {"hotspa_strategies": "dp2+ck7:16@32,tp2+ck13:60", "hotspa_async_save": True, "max_steps": 5},
-        [3],
-    ),
-    "in the background": (2, {"hotspa_async_save": True}, [2, 4]),
-    "accumulation": (2, ACCUMULATED, [2, 4]),
     "uneven accumulation": (2, {"hotspa_mini_batch_size": 5, "gradient_accumulation_steps": 2}, [2, 3]),
     "label smoothing": (2, {"label_smoothing_factor": 0.1, **ACCUMULATED}, [3]),
-    "a loss from logits": (2, {"cls": of_logits}, [1, 4]),
     "another factor": (2, {"cls": weighted}, [1, 3]),
-    "a token loss": (2, {"cls": with_token_loss, **ACCUMULATED}, [1, 2]),
     "factors of ranks": (2, {"average_tokens_across_devices": False, **ACCUMULATED}, [1, 3]),
-}
-
-
-SLOW = {
-    "one rank",
-    "two strategies",
-    "four ranks",
-    "in the background",
-    "accumulation",
-    "a token loss",
-    "factors of ranks",
-    "workers",
-    "momentum",
-    "rmsprop",
-    "epochs",
-    "uneven accumulation",
-    "label smoothing",
-    "a loss from logits",
-    "another factor",
 }
 
 
 @pytest.mark.parametrize(
     ("world", "options", "points"),
-    [pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
+    [
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
+    ],
 )
 def test_the_same_layout_goes_on_bit_for_bit(world, options, points, tmp_path):
     """In the middle of an epoch, and at its edge (4, or 3 with drop_last)."""
@@ -221,14 +170,9 @@ def check_other_layouts(tmp_path, checkpoint, losses, world, pools, family="qwen
         assert relative_error(*ends) <= 1e-5, output.name
 
 
-DIAGONAL = [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 3), (4, 2), (3, 4)))]
-
-
-@pytest.mark.parametrize(("saved", "world"), DIAGONAL)
-def test_another_layout_goes_on_from_the_same_bits(saved, world, tmp_path):
-    [losses, *_] = run_ranks(saved, one_run, str(tmp_path / "a"), None, {})
-    pools = [STRATEGIES[world], *(["dp2:16@32,pp2+v2:60"] if world == 2 else [])]
-    check_other_layouts(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, pools)
+def test_another_layout_goes_on_from_the_same_bits(tmp_path):
+    [losses, _] = run_ranks(2, one_run, str(tmp_path / "a"), None, {})
+    check_other_layouts(tmp_path, tmp_path / "a" / "checkpoint-3", losses, 1, [STRATEGIES[1]])
 
 
 MATRIX = {
@@ -468,11 +412,10 @@ def test_an_unchanged_script_keeps_the_rows_of_a_step(before, accumulated, now, 
 
 def test_where_rows_cannot_be_kept_the_error_names_the_value(tmp_path, saved):
     ours = saved / "a" / "checkpoint-3"  # 4 rows, of one process or two
-    for rows, of_batch, fix in (
-        (14, 3, "set per_device_train_batch_size=4"), (14, 8, "set per_device_train_batch_size=4"),
-    ):  # fmt: skip
-        options = unchanged(per_device_train_batch_size=of_batch, rows=random_rows(rows, 163, longest=60, seed=3))
-        with pytest.raises(ResumeError, match=f"mini_batch_size is {of_batch}, and was 4 .*{fix}, or set hotspa_allow"):
+    for of_batch in (3, 8):
+        options = unchanged(per_device_train_batch_size=of_batch, rows=random_rows(14, 163, longest=60, seed=3))
+        said = f"mini_batch_size is {of_batch}, and was 4 .*set per_device_train_batch_size=4, or set hotspa_allow"
+        with pytest.raises(ResumeError, match=said):
             train(make_trainer(str(tmp_path), 1, **options), str(ours))
 
 
@@ -484,11 +427,9 @@ def test_another_data_order_can_be_allowed(saved, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"learning_rate": 1e-3}, marks=pytest.mark.slow),
         {"weight_decay": 0.0},
         {"max_grad_norm": 0.1},
         {"save_steps": 3},
-        pytest.param({"max_steps": 6}, marks=pytest.mark.slow),
         {"hotspa_strategies": "dp1:60@128"},
     ],
     ids=str,
@@ -496,7 +437,7 @@ def test_another_data_order_can_be_allowed(saved, tmp_path):
 def test_what_may_change(saved, tmp_path, options):
     trainer = make_trainer(str(tmp_path), 1, **{"max_steps": 5, **options})
     found = train(trainer, str(saved / "a" / "checkpoint-3"))
-    assert list(found) == list(range(4, options.get("max_steps", 5) + 1))
+    assert list(found) == [4, 5]
 
 
 def test_optimizer_settings_of_the_checkpoint_go_on_with_a_warning(saved, tmp_path, caplog):
@@ -550,18 +491,18 @@ def test_checkpoints_of_earlier_versions_go_on_and_are_exported(tmp_path):
     assert torch.equal(model.get_parameter("model.norm.weight"), expected["weight/model.norm.weight"])
 
 
-def refused_on_all_ranks(rank, world, folder, checkpoint, options):
-    try:
-        one_run(rank, world, folder, checkpoint, options)
-    except HotspaError as error:
-        return error.code
-    return "trained"
+def refusals(rank, world, folder, checkpoint):
+    codes = []
+    for options in ({"seed": 1}, {"family": "llama_gqa_bias"}, {"optim": "sgd"}):
+        with pytest.raises(HotspaError) as caught:
+            one_run(rank, world, folder, checkpoint, options)
+        codes.append(caught.value.code)
+    return codes
 
 
 def test_every_rank_raises(saved, tmp_path):
-    checkpoint = str(saved / "a" / "checkpoint-3")
-    for options in ({"seed": 1}, {"family": "llama_gqa_bias"}, {"optim": "sgd"}):
-        assert run_ranks(2, refused_on_all_ranks, str(tmp_path), checkpoint, options) == ["HSP-220"] * 2
+    found = run_ranks(2, refusals, str(tmp_path), str(saved / "a" / "checkpoint-3"))
+    assert found == [["HSP-220"] * 3] * 2
 
 
 # ------------------------------------------------------------------------------------------------ files of weights of others

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -16,7 +16,6 @@ from tests.families import tiny_model
 from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
 from tests.oracle import random_rows, relative_error
-from tests.unit.test_chat import QWEN3
 
 pytestmark = pytest.mark.gloo
 
@@ -350,40 +349,3 @@ def test_a_bad_stream_is_an_error_on_every_rank(tmp_path):
         for kind, fragments in BAD.items():
             for fragment in fragments:
                 assert fragment in messages[kind], f"rank {rank}: {messages[kind]}"
-
-
-def text_stream(rank, world_size, folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    core = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "def": 2, "return": 3, "x": 4}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
-    rows = [{"text": "def x return " * (1 + n % 9)} for n in range(12)]
-    trainer = hot_trainer(folder, world_size, Stream(rows), max_steps=2, processing_class=tokenizer)
-    trainer.train()
-    # Conversations of several turns, under a template that rewrites the earlier ones, as a stream and map-style.
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = QWEN3
-    said = ["def", "x", "return x", "def def", "x x x"]
-    chats = [
-        {
-            "conversations": [
-                {"from": ("human", "gpt")[i % 2], "value": said[(n + i) % 5]} for i in range(2 + 2 * (n % 3))
-            ]
-        }
-        for n in range(MINI_BATCH)
-    ]
-    losses = []
-    for kind, data in (("stream", Stream(chats)), ("rows", datasets.Dataset.from_list(chats))):
-        chatting = hot_trainer(folder + kind, world_size, data, max_steps=1, processing_class=tokenizer)
-        chatting.train()
-        losses.append(chatting.state.log_history[0]["loss"])
-    return trainer.state.global_step, trainer.state.log_history[0]["loss"], losses
-
-
-def test_text_and_chats_are_tokenised_as_they_come(tmp_path):
-    [(steps, loss, chats)] = run_ranks(1, text_stream, str(tmp_path))
-    assert steps == 2
-    assert 4 < loss < 6
-    assert 4 < chats[0] < 6
-    assert chats[0] == pytest.approx(chats[1], rel=1e-6)

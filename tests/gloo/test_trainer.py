@@ -185,39 +185,3 @@ def test_many_steps_equal_the_stock_trainer(run, steps, tmp_path):
                 assert log.get(key) == expected.get(key)
             if "grad_norm" in expected:
                 assert math.isclose(log["grad_norm"], expected["grad_norm"], rel_tol=1e-4)
-
-
-def calls_after_training(rank, world_size, output_dir):
-    model = tiny_model("llama_gqa_bias")
-    args = HotSPaTrainingArguments(
-        output_dir=output_dir, hotspa_strategies="dp2:16@32,tp2:60@64", **{**COMMON, **changes(torch.float32, 2)}
-    )
-    rows = dataset_rows(model.config.vocab_size)
-    trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows)
-    trainer.train()
-    ids = torch.tensor([rows[rank]["input_ids"]])
-    evaluated = trainer.evaluate(rows[:4])["eval_loss"]
-    losses = []
-    for training in (True, False):
-        out = model.train(training)(input_ids=ids, labels=ids)
-        losses.append((float(out.loss), out.loss.requires_grad))
-        assert torch.isfinite(model.get_input_embeddings()(ids)).all()
-    before = model.lm_head.weight.detach().clone()
-    with torch.no_grad():  # what is changed now is what is evaluated, and trained on
-        model.lm_head.weight.zero_()
-    losses.append((float(model(input_ids=ids, labels=ids).loss), False))
-    model.lm_head.weight.data[:] = before.flip(0)  # the same values in other places
-    assert abs(trainer.evaluate(rows[:4])["eval_loss"] - evaluated) > 1e-3
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    trainer.train()
-    assert float(model.lm_head.weight.abs().max()) < 0.1
-    return losses
-
-
-def test_the_model_can_be_called_after_training_in_either_mode(tmp_path):
-    vocabulary = tiny_model("llama_gqa_bias").config.vocab_size
-    for losses in run_ranks(2, calls_after_training, str(tmp_path)):
-        assert losses[0] == pytest.approx(losses[1])
-        assert losses[0][1] is True  # it is an ordinary model
-        assert losses[2][0] == pytest.approx(math.log(vocabulary), rel=1e-5)

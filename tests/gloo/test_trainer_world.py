@@ -226,19 +226,3 @@ def test_the_example_trains_on_the_standard_library(tmp_path, launched):
     assert before[9:] != after[9:]
     assert f"The run in one page: {tmp_path / 'out' / 'hotspa_report' / 'report.html'}" in last
     assert last[-1].endswith("hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl --use_cpu")
-
-
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_wrong_launch_line_prints_the_right_one(tmp_path, launched):
-    """How an error is printed at the end of a process: test_launch.py."""
-    arguments = f"--use_cpu --hotspa_strategies dp4:64 --output_dir {tmp_path}"
-    if launched:
-        done = launch(arguments, processes=1)
-        assert done.returncode != 0
-        text = done.stderr
-    else:
-        given = "demo.py", arguments.split(), str(tmp_path / "log.txt")
-        [done] = run_ranks(1, run_script, *given, init=False, expect_failure=True)
-        text = done.error
-    assert "HSP-001" in text
-    assert "accelerate launch --multi_gpu --num_processes 4" in text

@@ -12,8 +12,6 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
-    Trainer,
-    TrainingArguments,
 )
 
 from hf_hotspa.data.collator import (
@@ -440,45 +438,6 @@ class ByRow(torch.utils.data.Dataset):
         if row == self.fails:
             raise OSError("disk on fire")
         return {"input_ids": [row] * (1 + row * 7 % 40)}
-
-
-class StockRows(torch.utils.data.Dataset):
-    """The same rows as examples of which the stock Trainer makes a batch."""
-
-    def __len__(self):
-        return 23
-
-    def __getitem__(self, row):
-        return {"x": torch.tensor([float(row)]), "row": row}
-
-
-class Recorder(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.batches = []
-
-    def forward(self, x, row):
-        self.batches.append(row.tolist())
-        return {"loss": self.layer(x).mean()}
-
-
-@pytest.mark.parametrize("seeds", [{"seed": 3}, {"seed": 3, "data_seed": 11}], ids=["seed", "data_seed"])
-def test_the_order_is_the_stock_trainers(tmp_path, seeds):
-    args = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=5, num_train_epochs=2, report_to="none",
-        save_strategy="no", disable_tqdm=True, remove_unused_columns=False, **seeds,
-    )  # fmt: skip
-    stock = Trainer(Recorder(), args, train_dataset=StockRows())
-    stock.train()
-    trainer = make_trainer(str(tmp_path), 1, rows=ByRow(), hotspa_mini_batch_size=5, **seeds)
-    loader, ours = trainer.get_train_dataloader(), []
-    for epoch in range(2):
-        trainer._hotspa.rows.sampler.set_epoch(epoch)
-        ours += [batch["input_ids"][:, 0].tolist() for batch in loader]
-    assert len(ours) == 10
-    assert ours == stock.model.batches
-    assert ours[:5] != ours[5:]  # the epochs differ, so the comparison can fail
 
 
 def test_a_stream_is_dealt_out_in_batches_of_one_size(tmp_path):
