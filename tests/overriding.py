@@ -4,12 +4,17 @@ sees, the files that it writes.
 
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer
+
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.trainer.trainer import switched
+from tests.moves import Kit, differences
 
 Change = Callable[[Any, Any], Any]
 """Changes what `super()` has returned: called with the trainer and the result."""
@@ -150,6 +155,32 @@ def drawn(number: int, notes: Notes, trainer: type = Trainer) -> type:
     order = [*plain, *trainers] if draw.random() < 0.7 else [*trainers, *plain]
     base = type("Base", (*order, *(() if trainers else (trainer,))), {"__module__": __name__})
     return part(base, "top")
+
+
+def outcome(number: int, stock: bool, world_size: int, folder: Path) -> Any:
+    """What the class of a number shows of a run, or the error of ours that rejects it before the first step."""
+    kit, notes = Kit(stock, world_size, folder), Notes(folder / "out")
+    # ours is inserted, or what they derive from
+    cls = switched(drawn(number, notes)) if number % 2 and not stock else drawn(number, notes, kit.trainer_class)
+    rows = kit.rows(12)
+    args = kit.arguments(max_steps=3, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
+    try:
+        seen = kit.train(kit.trainer(cls, args=args, train_dataset=rows, eval_dataset=rows))
+        if world_size > 1:
+            torch.distributed.barrier()
+        return {**seen, "calls": notes.calls, "weights seen": notes.weights, "written": files_of(folder / "out")}
+    except HotspaError as failure:
+        assert not kit.counter.made
+        return str(failure)
+    finally:
+        kit.close()
+
+
+def wrong_with(found: Any, expected: Any) -> list[str]:
+    """What of an outcome is neither that of the stock Trainer, nor a rejection by name."""
+    if isinstance(found, str):
+        return [] if re.search(r"HSP-0\d\d.*(" + "|".join(CHANGES) + ")", found) else [found]
+    return differences(found, expected, 2e-5)
 
 
 def files_of(output: Path) -> dict[str, str]:

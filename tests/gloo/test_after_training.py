@@ -9,8 +9,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
-from tests.trl_runs import COMMON, rows, small, tokenizer
-from tests.unit.test_after_training import IDS, ROWS, SETTINGS, logits, pad, resized, trainer_of
+from tests.moves import padded
+from tests.unit.test_after_training import IDS, ROWS, SETTINGS, resized, trainer_of
 
 pytestmark = pytest.mark.gloo
 
@@ -100,31 +100,6 @@ def test_a_trainer_takes_over_what_its_model_has(tmp_path: Any) -> None:
         assert "have changed since the optimizer AdamW was used" in error
 
 
-def of_trl(rank: int, world_size: int, folder: str) -> Any:
-    from peft import LoraConfig
-
-    import hf_hotspa.trl as ours
-
-    config: Any = ours.SFTConfig
-    args = config(
-        folder, **{**COMMON, "max_steps": 2, "hotspa_report": False, "hotspa_strategies": "dp2:64@128,tp2:128@256"}
-    )
-    trainer = ours.SFTTrainer(
-        small(dtype=torch.float32), args, train_dataset=rows("completions", f"{folder}/rows{rank}", 8),
-        processing_class=tokenizer(), peft_config=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
-    )  # fmt: skip
-    trainer.train()
-    alone = main_alone(rank, trainer.model, f"{folder}/saved")
-    torch.distributed.barrier()
-    return alone, float(logits(trainer.model.merge_and_unload()).square().sum())
-
-
-def test_the_main_process_alone_after_a_trainer_of_trl(tmp_path: Any) -> None:
-    (alone, one), (_, other) = run_ranks(2, of_trl, str(tmp_path), timeout=120)
-    assert len(alone) == 3
-    assert one == other
-
-
 # -- factors of LoRA layers --------------------------------------------------------------------------------------------
 
 
@@ -187,7 +162,7 @@ def wrongly_scaled(rank: int, world_size: int, folder: str) -> Any:
 
 def stock_losses(folder: Any, event: str, way: str) -> list[float]:
     args = TrainingArguments(str(folder), **{**SETTINGS, **RUN})
-    stock = Trainer(tiny_lora("llama_gqa_bias"), args, data_collator=pad, train_dataset=ROWS, eval_dataset=EQUAL)
+    stock = Trainer(tiny_lora("llama_gqa_bias"), args, data_collator=padded, train_dataset=ROWS, eval_dataset=EQUAL)
     stock.add_callback(Scales(event, way))
     return losses(stock)
 

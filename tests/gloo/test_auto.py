@@ -14,7 +14,7 @@ from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.calibrations import made_calibration, save_calibration
 from tests.families import tiny_model
-from tests.gloo.test_trainer import COMMON, MINI_BATCH, STEPS, _LossRecorder, _pad
+from tests.gloo.test_trainer import COMMON, MINI_BATCH, STEPS, _pad, stock_run
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
 
@@ -28,21 +28,6 @@ LIMITED = {"hotspa_memory_limit_mb": 3, "hotspa_staging_mb": 1}
 
 def data_of(world_size, vocab_size):
     return random_rows(90, vocab_size, longest=LONGEST[world_size], seed=3)
-
-
-def stock_run(rank, world_size, dtype, output_dir, of_world, steps=STEPS, rows=None):
-    from transformers import TrainingArguments
-
-    model = tiny_model(FAMILY, dtype)
-    args = TrainingArguments(
-        output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no",
-        **{**COMMON, "max_steps": steps},
-    )  # fmt: skip
-    rows = data_of(of_world, model.config.vocab_size) if rows is None else rows
-    trainer = _LossRecorder(model=model, args=args, train_dataset=rows, data_collator=_pad)
-    with exact_in_double(dtype):
-        trainer.train()
-    return trainer.losses
 
 
 def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=None, **changes):
@@ -111,7 +96,8 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
 @pytest.mark.slow
 def test_auto_trains_as_the_stock_trainer_does(tmp_path):
     dtype, world_size, steps = torch.float64, 4, 9
-    [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), world_size, steps)
+    rows = data_of(world_size, 163)
+    [(expected, *_)] = run_ranks(1, stock_run, FAMILY, dtype, str(tmp_path / "stock"), steps, rows)
     limited = {**LIMITED, "hotspa_memory_limit_mb": 1, "hotspa_max_buckets": 2, "max_steps": steps}
     per_rank = run_ranks(world_size, auto_run, dtype, str(tmp_path), limited, 1.1)
     losses, phases, state, refits, logs = per_rank[0]
@@ -131,7 +117,7 @@ def test_auto_trains_as_the_stock_trainer_does(tmp_path):
 @pytest.mark.slow
 def test_a_forced_refit_is_the_same_on_all_ranks_and_changes_no_loss(tmp_path):
     dtype = torch.float32
-    [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), 2)
+    [(expected, *_)] = run_ranks(1, stock_run, FAMILY, dtype, str(tmp_path / "stock"), STEPS, data_of(2, 163))
     extra = {**LIMITED, "dataloader_num_workers": 1}
     per_rank = run_ranks(2, auto_run, dtype, str(tmp_path), extra, 3.0)
     losses, phases, state, refits, _ = per_rank[0]
@@ -265,7 +251,7 @@ def test_where_nothing_can_be_scanned_the_first_batches_say_what_is_trained(name
 def test_a_stream_whose_lengths_change_is_planned_anew_exactly_and_resumes(tmp_path):
     short, long = random_rows(120, 163, longest=20, seed=1), random_rows(120, 163, longest=100, seed=2)
     rows, steps = Stream([*short, *(row for row in long if len(row["input_ids"]) > 50), *long]), 18
-    [expected] = run_ranks(1, stock_run, torch.float64, str(tmp_path / "stock"), 2, steps, rows)
+    [(expected, *_)] = run_ranks(1, stock_run, FAMILY, torch.float64, str(tmp_path / "stock"), steps, rows)
     extra = {**LIMITED, "save_strategy": "steps", "save_steps": 15, "max_steps": steps}
     per_rank = run_ranks(2, auto_run, torch.float64, str(tmp_path), extra, {1: 1.0, 2: 1.0}, rows)
     losses, phases, state, _, _ = per_rank[0]
@@ -330,7 +316,8 @@ def test_rows_that_can_be_read_once_only_are_refused_on_every_rank(tmp_path):
 
 def test_plans_are_raced_alike_on_all_ranks_exactly_and_a_resumed_race_goes_on(tmp_path):
     """What switches is measured to take three times as long as predicted: one strategy stays."""
-    [expected] = run_ranks(1, stock_run, torch.float64, str(tmp_path / "stock"), 2, STEPS)
+    stock = FAMILY, torch.float64, str(tmp_path / "stock"), STEPS, data_of(2, 163)
+    [(expected, *_)] = run_ranks(1, stock_run, *stock)
     extra = {**LIMITED, "save_strategy": "steps", "save_steps": 5, "max_steps": STEPS}
     slow = {1: 1.0, 2: 3.0}
     per_rank = run_ranks(2, auto_run, torch.float64, str(tmp_path), extra, slow, None, 1.0)

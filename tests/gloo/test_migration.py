@@ -50,7 +50,6 @@ def errors_of(rank, world_size, family, strategies, given, num_rows):
 @pytest.mark.parametrize(
     ("family", "strategies", "given", "num_rows"),
     [
-        pytest.param("llama_gqa_bias", ("tp4", "dp2tp2"), ("one", "most"), 9, marks=pytest.mark.slow),
         pytest.param(
             "llama_gqa_bias", ("tp4", "dp2tp2", "tp4+rc"), ("one", "two", "most", "three"), 9, marks=pytest.mark.slow
         ),

@@ -82,22 +82,28 @@ CASES = {
 }
 
 
-def terminate(folder, case):
-    victims, event, options = CASES[case]
-    for found in run_ranks(2, terminated_run, str(folder), victims, event, options):
-        assert found == (3, 3, True, [2] if case == "in an evaluation" else [])
-    newest = checkpoints(folder)[0]
-    assert newest.name == "checkpoint-3"
-    verify(newest)
+def terminated_runs(rank, world, folder, cases):
+    return [terminated_run(rank, world, f"{folder}/{case}", *CASES[case]) for case in cases]
+
+
+def terminate(folder, *cases):
+    """The cases one after the other, each in a folder of its name."""
+    for results in run_ranks(2, terminated_runs, str(folder), cases):
+        for case, found in zip(cases, results, strict=True):
+            assert found == (3, 3, True, [2] if case == "in an evaluation" else []), case
+    for case in cases:
+        newest = checkpoints(folder / case)[0]
+        assert newest.name == "checkpoint-3"
+        verify(newest)
 
 
 SLOW = ("first", "all, each by the scheduler and by the launcher", "in a save", "saves by epoch")
 """The third one is among those that are resumed."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
-def test_all_ranks_save_and_stop_at_the_same_step(folder, case):
-    terminate(folder, case)
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_all_ranks_save_and_stop_at_the_same_step(folder, slow):
+    terminate(folder, *(case for case in CASES if (case in SLOW) == slow))
 
 
 class LeaveOut(TrainerCallback):
@@ -122,12 +128,12 @@ def evaluated_run(rank, world, folder, resume, evaluates, left_out=None):
     "case", [case if case == "in a save" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(folder, case):
-    terminate(folder / "a", case)
+    terminate(folder, case)
     evaluates = CASES[case][2].get("evaluates")  # which draws from the generators
-    run_ranks(2, evaluated_run, str(folder / "a"), True, evaluates)
+    run_ranks(2, evaluated_run, str(folder / case), True, evaluates)
     left_out = 3 if evaluates == 3 else None  # there the run ended before it
     run_ranks(2, evaluated_run, str(folder / "b"), None, evaluates, left_out)
-    resumed, whole = (contents(folder / name / f"checkpoint-{STEPS}") for name in ("a", "b"))
+    resumed, whole = (contents(folder / name / f"checkpoint-{STEPS}") for name in (case, "b"))
     for found in (resumed, whole):
         del found["trainer_state"]  # the logs of evaluations
     assert resumed == whole

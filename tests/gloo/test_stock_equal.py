@@ -165,12 +165,6 @@ class Stream(IterableDataset):
 # -- around the loop --------------------------------------------------------------------------------------------------
 
 
-def hits(prediction):
-    best = np.argmax(prediction.predictions[:, :-1], -1)
-    mask = prediction.label_ids[:, 1:] != -100
-    return {"hits": int((best == prediction.label_ids[:, 1:])[mask].sum()), "labels": int(mask.sum())}
-
-
 def with_prediction_step(base):
     """Its own loss in evaluation, and a few of the logits as predictions."""
 
@@ -238,7 +232,6 @@ LOSSES = {
         ("cp2:14@64,tp2+sp:64@96", "cp2tp2:14@64,tp4+sp:64@96"), with_margin, EVALUATES | {"max_steps": 4}
     ),
     "two backwards": Case(("dp2:14@64,tp2+rc:64@96", "tp2pp2:14@64,dp2tp2+rc:64@96"), two_backwards),
-    "a step of one's own": Case(("dp2:14@64,pp2:64@96", "dp4:14@64,pp4:64@96"), own_step, wide=True),
     "passes of a step that need other strategies": Case(
         ("dp2:14@64,cp2:64@96", "dp4:14@64,dp2cp2:64@96"),
         own_step,
@@ -249,12 +242,6 @@ LOSSES = {
     ),
 }
 DATA = {
-    "metrics and predictions": Case(
-        ("dp2:14@64,pp2+ck9:64@96", "dp4:14@64,tp2pp2+ck9:64@96"),
-        arguments=EVALUATES,
-        given=lambda: {"compute_metrics": hits},
-        wide=True,
-    ),
     "a metric of what is left of logits": Case(
         ("dp2:14@64,cp2:64@96", "dp4:14@64,cp4:64@96"),
         arguments=EVALUATES | {"include_for_metrics": ["inputs", "loss"], "batch_eval_metrics": False},

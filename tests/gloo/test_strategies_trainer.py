@@ -42,12 +42,6 @@ def test_a_signal_saves_and_a_resumed_run_ends_with_the_same_bits(folder, kind):
     assert resumed == whole
 
 
-def resumed(rank, world, folder, strategies):
-    """A run that goes on under other strategies than it began with."""
-    trainer = make_trainer(folder, world, hotspa_strategies=strategies, max_steps=STEPS + 2)
-    return train(trainer, True)
-
-
 @one_kind
 def test_mini_batches_are_skipped(folder, kind):
     for changed, logs, error, step in run_ranks(2, skipped, str(folder), kind):

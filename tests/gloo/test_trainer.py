@@ -12,6 +12,7 @@ from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.harness import run_ranks
+from tests.moves import padded as _pad
 from tests.oracle import exact_in_double, random_rows, relative_error
 
 pytestmark = pytest.mark.gloo
@@ -48,16 +49,6 @@ class _LossRecorder(Trainer):
         return loss
 
 
-def _pad(examples):
-    longest = max(len(e["input_ids"]) for e in examples)
-
-    def padded(key, value):
-        return torch.tensor([e[key] + [value] * (longest - len(e[key])) for e in examples])
-
-    mask = torch.tensor([[1] * len(e["input_ids"]) + [0] * (longest - len(e["input_ids"])) for e in examples])
-    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
-
-
 def changes(dtype, steps):
     """What a run does otherwise. At a rate of 1e-2, AdamW makes of fp32 rounding 1.2e-6 of a loss in 96 steps; in fp64,
     where the rate stays as it is, the same steps agree to 1e-12: it is rounding."""
@@ -65,24 +56,25 @@ def changes(dtype, steps):
     return {"max_steps": steps, "learning_rate": 1e-3 if slower else COMMON["learning_rate"]}
 
 
-def stock_run(rank, world_size, family, dtype, output_dir, steps):
+def stock_run(rank, world_size, family, dtype, output_dir, steps, rows=None, options=None):
+    """The losses of the steps, unrounded, the logs and the weights."""
     model = tiny_model(family, dtype)
+    rows = dataset_rows(model.config.vocab_size) if rows is None else rows
     args = TrainingArguments(
         output_dir=output_dir,
         per_device_train_batch_size=MINI_BATCH,
         save_strategy="no",
-        **{**COMMON, **changes(dtype, steps)},
+        **{**COMMON, **changes(dtype, steps), **(options or {})},
     )
-    trainer = _LossRecorder(
-        model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size), data_collator=_pad
-    )
+    trainer = _LossRecorder(model=model, args=args, train_dataset=rows, data_collator=_pad)
     with exact_in_double(dtype):
         trainer.train()
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return trainer.losses, trainer.state.log_history, weights
 
 
-def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, steps):
+def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, steps, options=None):
+    """The same, and the strategies that have run."""
     losses, phases = [], set()
 
     class Recorder(TrainerCallback):
@@ -95,7 +87,7 @@ def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, steps):
         output_dir=output_dir,
         hotspa_mini_batch_size=MINI_BATCH,
         hotspa_strategies=strategies,
-        **{**COMMON, **changes(dtype, steps)},
+        **{**COMMON, **changes(dtype, steps), **(options or {})},
     )
     rows = dataset_rows(model.config.vocab_size)
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, callbacks=[Recorder()])

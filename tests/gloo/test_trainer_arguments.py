@@ -5,29 +5,23 @@ process, `HotSPaTrainer` on one and on two ranks; then losses, learning rates an
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import SchedulerType, Trainer, TrainingArguments
+from transformers import SchedulerType, TrainingArguments
 from transformers import trainer as stock
 
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.given_arguments import recompute_argument
-from hf_hotspa.trainer.trainer import HotSPaTrainer
-from tests.families import tiny_model
-from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
-from tests.oracle import random_rows, relative_error
+from tests.moves import MINI_BATCH, ROWS, Kit
+from tests.oracle import relative_error
 
 pytestmark = pytest.mark.gloo
 
-ROWS, MINI_BATCH = 20, 6
-COMMON = {
-    "max_steps": 5, "learning_rate": 5e-3, "seed": 7, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True,
-    "report_to": "none", "save_strategy": "no",
-}  # fmt: skip
-
+QUICK = ("data and logging", 1)
+"""The kind, and the number of ranks, that are not slow."""
 SCHEDULERS = {
     "cosine_with_min_lr": {"min_lr": 1e-4},
     "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
@@ -93,103 +87,64 @@ CASES = {
 }  # fmt: skip
 
 
-def run_case(case, make):
-    """`make(model, rows, arguments, more)` gives a trainer; what is seen of its run, as plain numbers."""
-    case = dict(case)
-    cls, freeze = case.pop("cls", None), case.pop("freeze", None)
-    model = tiny_model("llama_gqa_bias")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(freeze is None or not name.startswith(freeze))
-    rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3)
-    more = {"eval_dataset": rows} | ({"optimizer_cls_and_kwargs": cls} if cls else {})
-    trainer = make(model, rows, {**COMMON, **case}, more)
-    result = trainer.train()
-    logs = [{k: log[k] for k in KEYS if k in log} for log in trainer.state.log_history]
-    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    return logs, weights, result.training_loss
-
-
-KEYS = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "step")
-
-
-def stock_runs(rank, world_size, kind, folder):
-    def make(model, rows, options, more):
-        args = TrainingArguments(output_dir=folder, per_device_train_batch_size=MINI_BATCH, **options)
-        return Trainer(model=model, args=args, train_dataset=rows, data_collator=_pad, **more)
-
-    return {name: run_case(case, make) for name, case in CASES[kind].items()}
-
-
-def hot_runs(rank, world_size, kind, folder):
-    def make(model, rows, options, more):
-        strategies = "dp2:16@32,tp2:60@64" if world_size == 2 else "dp1:60@64"
-        args = HotSPaTrainingArguments(
-            output_dir=folder, hotspa_strategies=strategies, hotspa_mini_batch_size=MINI_BATCH, **options
-        )
-        trainers.append(HotSPaTrainer(model=model, args=args, train_dataset=rows, **more))
-        return trainers[-1]
-
-    trainers, found = [], {}
+def runs(rank, world_size, kind, stock, folder):
+    """What is seen of the run of each case."""
+    kit, found = Kit(stock, world_size, Path(folder)), {}
     for name, case in CASES[kind].items():
-        found[name] = run_case(case, make)
-        trainers.pop().close_engine()
+        model, rows = kit.model(), kit.rows()
+        for of_model, parameter in model.named_parameters():
+            parameter.requires_grad_(not of_model.startswith(case.get("freeze", "none")))
+        options = {key: value for key, value in case.items() if key not in ("cls", "freeze")}
+        args = kit.arguments(**{"max_steps": 5, "hotspa_mini_batch_size": MINI_BATCH, **options})
+        more = {"optimizer_cls_and_kwargs": case["cls"]} if "cls" in case else {}
+        found[name] = kit.train(kit.trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows, **more))
+        kit.close()
     return found
 
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     [
-        pytest.param("schedulers", 2, marks=pytest.mark.slow),
-        pytest.param("optimizers", 2, marks=pytest.mark.slow),
-        pytest.param("data and logging", 2, marks=pytest.mark.slow),
-        pytest.param("optimizers", 1, marks=pytest.mark.slow),
-        pytest.param("schedulers", 1, marks=pytest.mark.slow),
-        ("data and logging", 1),
+        *(pytest.param(kind, world, marks=pytest.mark.slow) for kind in CASES for world in (1, 2) if (kind, world) != QUICK),
+        QUICK,
     ],
-)
+)  # fmt: skip
 def test_a_setting_does_what_it_does_in_the_stock_trainer(kind, world_size, tmp_path):
-    [stock] = run_ranks(1, stock_runs, kind, str(tmp_path), timeout=240)
-    per_rank = run_ranks(world_size, hot_runs, kind, str(tmp_path), timeout=240)
+    [stock] = run_ranks(1, runs, kind, True, str(tmp_path), timeout=240)
+    per_rank = run_ranks(world_size, runs, kind, False, str(tmp_path), timeout=240)
     assert list(stock) == list(CASES[kind])
-    for name, (logs, weights, training_loss) in stock.items():
-        for rank, found in enumerate(per_rank):
-            place = f"{name}, rank {rank} of {world_size}"
-            found_logs, found_weights, found_loss = found[name]
-            assert len(found_logs) == len(logs), place
-            for log, expected in zip(found_logs, logs, strict=True):
-                assert log.keys() == expected.keys(), place
-                assert log["step"] == expected["step"], place
-                for key, value in expected.items():
+    for name, expected in stock.items():
+        for rank, of_rank in enumerate(per_rank):
+            place, found = f"{name}, rank {rank} of {world_size}", of_rank[name]
+            assert len(found["logs"]) == len(expected["logs"]), place
+            for log, of_stock in zip(found["logs"], expected["logs"], strict=True):
+                assert log.keys() == of_stock.keys(), place
+                assert log["step"] == of_stock["step"], place
+                for key, value in of_stock.items():
                     tolerance = {"learning_rate": 0.0, "epoch": 0.0, "grad_norm": 1e-4}.get(key, 1e-5)
                     assert math.isclose(log[key], value, rel_tol=tolerance), f"{place}: {key} {log[key]}, not {value}"
-            assert math.isclose(found_loss, training_loss, rel_tol=1e-5), place
-            assert relative_error(found_weights, weights) <= 2e-5, place
+            assert math.isclose(found["training loss"], expected["training loss"], rel_tol=1e-5), place
+            assert relative_error(found["weights"], expected["weights"]) <= 2e-5, place
 
 
 def bf16_run(rank, world_size, folder):
-    losses = {}
+    losses = []
     for bf16 in (False, True):
-        model = tiny_model("llama_gqa_bias")
-        rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3)
-        args = HotSPaTrainingArguments(
-            output_dir=folder, hotspa_strategies="dp2:16@32,tp2:60@64", hotspa_mini_batch_size=MINI_BATCH, bf16=bf16,
-            **{**COMMON, "max_steps": 3}, eval_strategy="steps", eval_steps=3,
-        )  # fmt: skip
-        trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
-        trainer.train()
+        kit = Kit(False, world_size, Path(folder))
+        args = kit.arguments(bf16=bf16, max_steps=3, eval_strategy="steps", eval_steps=3)
+        trainer = kit.trainer(args=args, eval_dataset=kit.rows())
+        logs = kit.train(trainer)["logs"]
         assert trainer.engine.description.compute_dtype == (torch.bfloat16 if bf16 else torch.float32)
         assert next(trainer.model.parameters()).dtype == torch.float32
-        losses[bf16] = [
-            value for log in trainer.state.log_history for key, value in log.items() if key in ("loss", "eval_loss")
-        ]
-        trainer.close_engine()
+        losses.append([log[key] for log in logs for key in ("loss", "eval_loss") if key in log])
+        kit.close()
     return losses
 
 
 def test_bf16_follows_fp32(tmp_path):
-    for losses in run_ranks(2, bf16_run, str(tmp_path)):
-        assert losses[True] != losses[False]
-        assert all(math.isclose(a, b, rel_tol=0.02) for a, b in zip(losses[True], losses[False], strict=True))
+    for of_fp32, of_bf16 in run_ranks(2, bf16_run, str(tmp_path)):
+        assert of_bf16 != of_fp32
+        assert all(math.isclose(a, b, rel_tol=0.02) for a, b in zip(of_bf16, of_fp32, strict=True))
 
 
 def hub_run(rank, world_size, folder, fails):

@@ -7,11 +7,10 @@ import torch
 from transformers import TrainerCallback
 
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
+from tests.gloo.test_after_training import TWO
 from tests.harness import run_ranks
-from tests.oracle import random_rows
+from tests.unit.test_after_training import trainer_of
 
 pytestmark = pytest.mark.gloo
 
@@ -27,19 +26,6 @@ class At(TrainerCallback):
         self.seen.append(self.look(model))
 
 
-def trainer_of(folder, *callbacks, **changes):
-    rows = random_rows(20, 163, longest=60, seed=3)
-    args = HotSPaTrainingArguments(
-        **{
-            "output_dir": folder, "max_steps": 2, "learning_rate": 5e-3, "logging_steps": 1, "use_cpu": True,
-            "disable_tqdm": True, "report_to": "none", "save_strategy": "no", "hotspa_strategies": "dp2:16@32,tp2:64@64",
-            "hotspa_mini_batch_size": 6, "hotspa_report": False, **changes,
-        }
-    )  # fmt: skip
-    model = tiny_model("llama_gqa_bias")
-    return HotSPaTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:6], callbacks=list(callbacks))
-
-
 def look_in_a_step(rank, world_size, folder):
     def first(model):
         return next(model.parameters())
@@ -53,8 +39,9 @@ def look_in_a_step(rank, world_size, folder):
     errors = {}
     for event, look in looks.items():
         # on one rank alone: the other must not be left behind
-        at = At(event, look)
-        trainer = trainer_of(f"{folder}/{event}", *([at] if rank == 0 else []))
+        at, trainer = At(event, look), trainer_of(f"{folder}/{event}", tiny_model("llama_gqa_bias"), **TWO)
+        if rank == 0:
+            trainer.add_callback(at)
         try:
             trainer.train()
         except HotspaError as error:
@@ -66,7 +53,10 @@ def look_in_a_step(rank, world_size, folder):
     # a callback of one rank alone may look, and call the model, where all ranks are together
     batch = {name: torch.tensor([[5, 6, 7]]) for name in ("input_ids", "labels")}
     at = At("on_evaluate", lambda model: (float(first(model).norm()), float(model(**batch).loss)))
-    trainer = trainer_of(f"{folder}/eval", *([at] if rank == 0 else []), eval_strategy="steps", eval_steps=1)
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainer_of(f"{folder}/eval", tiny_model("llama_gqa_bias"), **TWO, **evaluates)
+    if rank == 0:
+        trainer.add_callback(at)
     start = float(first(trainer.model).norm())
     trainer.train()
     end = float(first(trainer.model).norm())

@@ -14,6 +14,7 @@ from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.lora import tiny_lora
+from tests.moves import padded
 from tests.oracle import random_rows
 from tests.trl_runs import COMMON, rows, small, tokenizer
 
@@ -74,17 +75,8 @@ def own_loop(model: Any) -> torch.Tensor:
     return logits(model)
 
 
-def pad(examples: list[Any]) -> dict[str, torch.Tensor]:
-    longest = max(len(e["input_ids"]) for e in examples)
-    ids, labels = (
-        [[*e["input_ids"], *[fill] * (longest - len(e["input_ids"]))] for e in examples] for fill in (0, -100)
-    )
-    mask = [[1] * len(e["input_ids"]) + [0] * (longest - len(e["input_ids"])) for e in examples]
-    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels), "attention_mask": torch.tensor(mask)}
-
-
 def stock_trainer(model: Any, folder: Any = "") -> torch.Tensor:
-    Trainer(model, TrainingArguments(str(folder), **SETTINGS), data_collator=pad, train_dataset=ROWS).train()
+    Trainer(model, TrainingArguments(str(folder), **SETTINGS), data_collator=padded, train_dataset=ROWS).train()
     return logits(model)
 
 

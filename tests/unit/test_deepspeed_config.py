@@ -274,21 +274,6 @@ def test_any_config_is_mapped_or_refused_by_its_fields():
     assert 400 < refused < 1_960
 
 
-@pytest.mark.parametrize("field", sorted(KNOWN - {"zero_optimization.stage"}))
-def test_a_misspelt_field_is_refused_by_its_dotted_name(field):
-    wrong = f"{field}z"
-    if wrong.startswith("scheduler.paramsz"):
-        wrong = "scheduler.params.z"
-        config = nested(wrong, 1)
-        config["scheduler"]["type"] = "WarmupLR"
-    else:
-        config = nested(wrong, 1)
-        config.get("scheduler", {})["type"] = "WarmupLR"
-    with pytest.raises(UnsupportedError) as caught:
-        mapped(config)
-    assert f"{wrong}=1: " in str(caught.value)
-
-
 # -- the arguments ----------------------------------------------------------------------------------------------------
 
 
@@ -328,7 +313,6 @@ def test_a_path_a_dict_and_json_text_come_to_the_same(tmp_path):
         ({"train_batch_size": 13, "train_micro_batch_size_per_gpu": 3}, UnsupportedError, "train_batch_size=13"),
         ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
          UnsupportedError, "make 6"),
-        ({"zero_optimization": {"stage": 5}}, UnsupportedError, "zero_optimization.stage=5"),
     ],
 )  # fmt: skip
 def test_what_the_arguments_refuse(tmp_path, given, error, text):

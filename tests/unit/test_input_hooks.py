@@ -4,15 +4,11 @@ from typing import Any
 
 import pytest
 from peft import prepare_model_for_kbit_training
-from transformers import Trainer, TrainingArguments
 
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.switched.model_object import only_requires_grad
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
-from tests.moves import padded
-from tests.oracle import random_rows
+from tests.moves import Kit
 
 FAMILY = "llama_gqa_bias"
 seen: list[Any] = []
@@ -61,14 +57,10 @@ def test_hooks_are_known_by_what_they_do():
         assert not only_requires_grad(other)
 
 
-def train(cls, arguments, model, folder, **options):
-    common = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 2,
-              "logging_steps": 1, "learning_rate": 1e-2, "per_device_train_batch_size": 4}  # fmt: skip
-    rows = random_rows(8, 160, longest=30, masked=False)
-    stock = {"data_collator": padded} if cls is Trainer else {}
-    trainer = cls(model=model, args=arguments(**common, **options), train_dataset=rows, **stock)
-    trainer.train()
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+def train(stock, model, folder, **options):
+    kit = Kit(stock, 1, folder)
+    logs = kit.train(kit.trainer(model=model, args=kit.arguments(max_steps=2, **options)))["logs"]
+    return [log["loss"] for log in logs if "loss" in log]
 
 
 @pytest.mark.parametrize("way", ["hook", "kbit", "re-entrant"])
@@ -85,10 +77,7 @@ def test_a_prepared_model_is_trained_as_with_the_stock_trainer(way, tmp_path):
         return made
 
     checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": way != "hook"}}
-    expected = train(Trainer, TrainingArguments, model(), tmp_path, **checkpointing)
-    ours = train(
-        HotSPaTrainer, HotSPaTrainingArguments, model(), tmp_path, hotspa_strategies="dp1:30@64", **checkpointing
-    )
+    expected, ours = (train(stock, model(), tmp_path, **checkpointing) for stock in (True, False))
     assert ours == pytest.approx(expected, rel=1e-4)
 
 
@@ -96,4 +85,4 @@ def test_a_hook_that_does_more_is_refused(tmp_path):
     model = tiny_model(FAMILY)
     model.get_input_embeddings().register_forward_hook(scaled)
     with pytest.raises(UnsupportedError, match="embed_tokens' has forward hooks"):
-        train(HotSPaTrainer, HotSPaTrainingArguments, model, tmp_path, hotspa_strategies="dp1:30@64")
+        train(False, model, tmp_path)
