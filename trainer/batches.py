@@ -424,10 +424,11 @@ class Rows:
             if names and tokenizer is not None and "input_ids" not in names:
                 skips = args.hotspa_skips_empty
                 dataset = prepare_dataset(dataset, tokenizer, keep=self._loss_columns, skips_empty=skips)
-            rendered = _Rendered.of(dataset, tokenizer, args.hotspa_skips_empty)
             if self.has_own_labels:
-                rendered = _Tokens.of(dataset)
-            return dataset, scan_dataset(rendered, rules=rules, disable_progress=quiet)
+                read = _inputs_of(dataset)
+            else:
+                read = _rendered(dataset, tokenizer, args.hotspa_skips_empty)
+            return dataset, scan_dataset(read, rules=rules, disable_progress=quiet)
 
     def table(self, dataset: object, longest: int) -> SequenceTable | None:
         """The scan of a data set, all of whose rows have a bucket; None if it cannot be scanned. Raises `HotspaError`
@@ -484,43 +485,32 @@ class Rows:
         return dataset if known is None else known[1]
 
 
-class _Rendered:
-    """Rows of text of a list or a torch data set, as tokens."""
+class _Mapped:
+    """The rows of a list or a torch data set, each as a function makes it."""
 
-    def __init__(self, dataset: Any, tokenizer: Any, skips_empty: bool) -> None:
-        self._dataset, self._tokenizer, self._skips_empty = dataset, tokenizer, skips_empty
-
-    @classmethod
-    def of(cls, dataset: Any, tokenizer: Any, skips_empty: bool) -> Any:
-        if tokenizer is None or getattr(dataset, "column_names", None) or not len(dataset):
-            return dataset
-        is_text = isinstance(first := dataset[0], Mapping) and "input_ids" not in first
-        return cls(dataset, tokenizer, skips_empty) if is_text else dataset
+    def __init__(self, dataset: Any, made: Callable[[Any], Any]) -> None:
+        self._dataset, self._made = dataset, made
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, row: int) -> Any:
-        return tokenize_rows([self._dataset[row]], self._tokenizer, self._skips_empty)[0]
+        return self._made(self._dataset[row])
 
 
-class _Tokens:
-    """Rows of any data set without labels, which may be of any shape."""
+def _rendered(dataset: Any, tokenizer: Any, skips_empty: bool) -> Any:
+    """Rows of text as tokens; other data sets unchanged."""
+    if tokenizer is None or getattr(dataset, "column_names", None) or not len(dataset):
+        return dataset
+    is_text = isinstance(first := dataset[0], Mapping) and "input_ids" not in first
+    return _Mapped(dataset, lambda row: tokenize_rows([row], tokenizer, skips_empty)[0]) if is_text else dataset
 
-    def __init__(self, dataset: Sequence[Mapping[str, Any]]) -> None:
-        self._dataset = dataset
 
-    @classmethod
-    def of(cls, dataset: Sequence[Mapping[str, Any]]) -> "_Tokens | datasets.Dataset":
-        if not isinstance(dataset, datasets.Dataset):
-            return cls(dataset)
+def _inputs_of(dataset: Any) -> Any:
+    """Rows without labels, which may be of any shape."""
+    if isinstance(dataset, datasets.Dataset):
         return dataset.select_columns([name for name in dataset.column_names if name in _INPUTS])
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return {name: value for name, value in self._dataset[row].items() if name in _INPUTS}
+    return _Mapped(dataset, lambda row: {name: value for name, value in row.items() if name in _INPUTS})
 
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids")

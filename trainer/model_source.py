@@ -273,7 +273,9 @@ def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] 
             except Exception as failure:
                 if may_pass(failure, target):
                     raise
-                with without_effect(_configs(model), "save_pretrained"):
+                adapters, generation = getattr(model, "peft_config", {}), getattr(model, "generation_config", None)
+                configs = [config for config in (*adapters.values(), model.config, generation) if config is not None]
+                with without_effect(set(map(type, configs)), "save_pretrained"):
                     model.save_pretrained(target, state_dict=state_dict)
                 write_beside(side_files(model, None), target)
         write_beside(beside, target)
@@ -281,8 +283,3 @@ def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] 
         raise
     except Exception as failure:  # of the disk, or of a tokenizer
         raise model_not_saved(target, failure) from failure
-
-
-def _configs(model: Any) -> set[type]:
-    configs = [*getattr(model, "peft_config", {}).values(), model.config, getattr(model, "generation_config", None)]
-    return {type(config) for config in configs if config is not None}

@@ -289,13 +289,6 @@ def _trials(
 _FIX = "build it on model.parameters() of the model that the trainer was given, or leave it to --optim"
 
 
-def _names(engine: HotSPaEngine, model: nn.Module) -> dict[int, str]:
-    specs = engine.description.vector.specs
-    known = {name: spec.name for spec in specs for name in (spec.name, *spec.tied_names)}
-    named = model.named_parameters(remove_duplicate=False)
-    return {id(parameter): known[name] for name, parameter in named if name in known}
-
-
 def take_over(optimizer: object, engine: HotSPaEngine, model: nn.Module, saved: bool = False) -> bool:
     """Replaces the model's parameters by this rank's shares; False if all are shares already. Not collective.
     `optimizer`: may be in accelerate's wrapper; changed in place, the same on all ranks. `saved`: whether checkpoints
@@ -304,7 +297,9 @@ def take_over(optimizer: object, engine: HotSPaEngine, model: nn.Module, saved: 
     own, parameters = set(map(id, shares.values())), [p for group in bare.param_groups for p in group["params"]]
     if parameters and own.issuperset(map(id, parameters)):
         return False  # the case in every step
-    names = _names(engine, model)
+    known = {name: spec.name for spec in engine.description.vector.specs for name in (spec.name, *spec.tied_names)}
+    named = model.named_parameters(remove_duplicate=False)
+    names = {id(parameter): known[name] for name, parameter in named if name in known}
     # these are frozen, so no step moves them
     idle = {id(p) for p in other_half(bare_model(model)[0]).values()} - names.keys()
     given = [p for p in parameters if id(p) not in idle]
