@@ -114,7 +114,6 @@ def test_auto_trains_as_the_stock_trainer_does(tmp_path):
 
 
 # Layers wide beside their keys and values: what is kept of a token of an earlier chunk is little beside what a pack takes.
-@pytest.mark.slow
 def test_a_forced_refit_is_the_same_on_all_ranks_and_changes_no_loss(tmp_path):
     dtype = torch.float32
     [(expected, *_)] = run_ranks(1, stock_run, FAMILY, dtype, str(tmp_path / "stock"), STEPS, data_of(2, 163))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.trainer_utils import IntervalStrategy
 
 from hf_hotspa.checkpoint.format.manifest import MANIFEST, WEIGHT, read_manifest, verify
 from hf_hotspa.checkpoint.model_files import export
@@ -95,34 +94,6 @@ def test_the_same_layout_goes_on_bit_for_bit(world, options, points, tmp_path):
     last = contents(newest(tmp_path / "a"))
     for point in points:
         assert contents(newest(tmp_path / f"b{point}")) == last, point
-
-
-def hits(prediction):
-    return {"hits": int((prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]).sum())}
-
-
-def evaluated_runs(rank, world, folder):
-    """The metrics of evaluations at steps 2, 4 and 5, of a whole run and of one that goes on from step 3."""
-    found = []
-    for name, resume in (("a", None), ("b", f"{folder}/a/checkpoint-3")):
-        trainer = make_trainer(f"{folder}/{name}", world, max_steps=5)
-        trainer.args.eval_strategy, trainer.args.eval_steps = IntervalStrategy.STEPS, 2
-        trainer.eval_dataset, trainer.compute_metrics = random_rows(9, 160, longest=40, seed=5), hits
-        train(trainer, resume)
-        logs = [log for log in trainer.state.log_history if "eval_loss" in log]
-        found.append([(log["step"], log["eval_loss"], log["eval_hits"]) for log in logs])
-    return found
-
-
-@pytest.mark.slow
-def test_evaluations_and_what_follows_them_are_the_same_after_a_resumption(tmp_path):
-    for whole, resumed in run_ranks(2, evaluated_runs, str(tmp_path)):
-        assert [step for step, *_ in whole] == [2, 4, 5]
-        assert resumed == whole
-    ends = [contents(newest(tmp_path / name)) for name in ("a", "b")]
-    for end in ends:
-        del end["trainer_state"]  # it has the seconds of evaluations
-    assert ends[0] == ends[1]
 
 
 def resume_and_save(rank, world, output, checkpoint, options):

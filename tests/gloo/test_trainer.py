@@ -1,6 +1,5 @@
 """`HotSPaTrainer` against the stock Trainer: same losses, same weights, same logs."""
 
-import contextlib
 import math
 
 import pytest
@@ -99,29 +98,6 @@ def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, steps, o
 
 
 THREE = "dp4:16@32,dp2tp2:32,tp2pp2:60@64"
-
-
-def with_own_casts(rank, world_size, run, *args):
-    """A run in which the families' casts to fp32 stay on, as in a user's."""
-    globals()["exact_in_double"] = lambda dtype: contextlib.nullcontext()  # this process ends with the test
-    return run(rank, world_size, *args)
-
-
-@pytest.mark.parametrize("steps", [5, pytest.param(STEPS, marks=pytest.mark.slow)])
-def test_a_users_run_in_fp64_follows_the_stock_trainer(steps, tmp_path):
-    case = ("llama_gqa_bias", torch.float64)
-    [(losses, _, weights)] = run_ranks(1, with_own_casts, stock_run, *case, str(tmp_path / "stock"), steps)
-    for found, _, found_weights, _ in run_ranks(
-        4, with_own_casts, hotspa_run, *case, str(tmp_path / "hot"), THREE, steps
-    ):
-        assert all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found, losses, strict=True))
-        assert (
-            relative_error(
-                torch.cat([found_weights[n].flatten() for n in weights]),
-                torch.cat([w.flatten() for w in weights.values()]),
-            )
-            <= 1e-6
-        )
 
 
 SAVING = "dp4+rc:16@32,tp2pp2+sp+rc2:32,tp4+sp:60@66"

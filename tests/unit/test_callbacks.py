@@ -245,9 +245,7 @@ def test_the_trainer_adds_it_where_somebody_watches(monkeypatch, tmp_path, termi
     trainer = trainer_module.HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args=args, train_dataset=[])
     kinds = [type(callback) for callback in trainer.callback_handler.every]
     assert kinds.count(PhaseProgressCallback) == there
-    trainer = trainer_module.HotSPaTrainer(
-        model=tiny_model("llama_gqa_bias"), args=args, train_dataset=[], callbacks=[PhaseProgressCallback(delay_s=9.0)]
-    )
+    trainer.add_callback(PhaseProgressCallback(delay_s=9.0))  # in its place
     kinds = [type(callback) for callback in trainer.callback_handler.every]
     assert kinds.count(PhaseProgressCallback) == 1
 

@@ -20,10 +20,9 @@ from hf_hotspa.commands import own_launcher
 from hf_hotspa.commands import train as train_command
 from hf_hotspa.commands.train import number_of_processes
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.trainer import given_arguments
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.script import ScriptArguments, fine_tuning_defaults, parse, parser_of, read
+from hf_hotspa.trainer.script import ScriptArguments, parse, parser_of, read
 from tests.families import tiny_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -131,7 +130,7 @@ def test_defaults_are_for_a_model_that_has_its_weights(monkeypatch):
     assert (found.learning_rate, found.max_steps, found.hotspa_overlong) == (2e-5, -1, "error")
     assert (found.lr_scheduler_type, found.warmup_steps, found.logging_steps) == ("cosine", 0.03, 10)
     assert found.output_dir == "out/Some-Model"
-    assert found.eval_strategy == "no"
+    assert (found.eval_strategy, found.num_train_epochs, found.per_device_train_batch_size) == ("no", 3.0, 8)
     assert not found.bf16
     assert settings("--lora_r", "16").learning_rate == 2e-4
     assert settings("--eval_split", "validation").eval_strategy == "epoch"
@@ -275,15 +274,6 @@ def test_help_is_short_and_names_what_exists(capsys):
     assert set(re.findall(r"--([\w-]+)", said)) <= known
     for name in ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "model", "dataset", "lora_r"):
         assert f"--{name}" in said
-    # the defaults that it names
-    given = parser_of().parse_args(["--model", "some/model"])
-    defaults = fine_tuning_defaults(given)
-    assert defaults["learning_rate"] == 2e-5
-    assert defaults["logging_steps"] == 10
-    assert defaults["output_dir"] == "out/model"
-    assert (given.num_train_epochs, given.per_device_train_batch_size) == (3.0, 8)
-    for policy in ("error", "truncate", "split", "drop"):
-        assert policy in OVERLONG_POLICIES
 
 
 def test_all_flags_are_listed_on_demand(capsys):
