@@ -10,10 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HotSPaTrainer", "HotSPaTrainingArguments", "switched"]
 
-_HOMES = {
-    "HotSPaTrainer": "hf_hotspa.trainer.trainer",
-    "HotSPaTrainingArguments": "hf_hotspa.trainer.arguments",
-    "switched": "hf_hotspa.trainer.trainer",
-}
+_HOMES = dict.fromkeys(__all__, "hf_hotspa.trainer.trainer")
+_HOMES["HotSPaTrainingArguments"] = "hf_hotspa.trainer.arguments"
 
 __getattr__, __dir__ = on_demand(__name__, _HOMES)
