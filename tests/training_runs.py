@@ -50,6 +50,7 @@ def make_trainer(
         "hotspa_mini_batch_size": MINI_BATCH, "hotspa_strategies": STRATEGIES[world], "hotspa_report": False,
     }  # fmt: skip
     lora, qlora, model = options.pop("lora", None), options.pop("qlora", None), options.pop("given", None)
+    evaluated = options.pop("eval_dataset", None)
     if model is not None:
         pass
     elif qlora is not None:
@@ -65,7 +66,7 @@ def make_trainer(
     rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3) if rows is None else rows
     args = HotSPaTrainingArguments(**{**common, **options})
     cls = HotSPaTrainer if cls is None else cls(HotSPaTrainer)
-    return cls(model=model, args=args, train_dataset=rows, callbacks=[_Losses(), *callbacks])
+    return cls(model=model, args=args, train_dataset=rows, eval_dataset=evaluated, callbacks=[_Losses(), *callbacks])
 
 
 def train(trainer: Any, resume: Any = None) -> dict[int, float]:

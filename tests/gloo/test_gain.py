@@ -10,9 +10,8 @@ from hf_hotspa.errors import HotspaError
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import verdict
 from hf_hotspa.trainer import gain as module
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.gain import measure_gain
-from hf_hotspa.trainer.trainer import HotSPaTrainer
+from tests import training_runs
 from tests.calibrations import made_calibration
 from tests.families import tiny_model
 from tests.gloo.test_auto import LIMITED, data_of
@@ -25,14 +24,10 @@ FAMILY = "llama_gqa_bias"
 
 
 def make_trainer(folder, strategies, rows=None, dtype=torch.float32, **options):
-    model = tiny_model(FAMILY, dtype)
-    settings = {
-        "max_steps": 2, "logging_steps": 1, "hotspa_mini_batch_size": 8, "hotspa_strategies": strategies,
-        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": "none", "learning_rate": 1e-2,
-    }  # fmt: skip
-    args = HotSPaTrainingArguments(output_dir=folder, **{**settings, **options})
-    rows = random_rows(24, model.config.vocab_size, longest=60, seed=3) if rows is None else rows
-    return HotSPaTrainer(model=model, args=args, train_dataset=rows)
+    rows = random_rows(24, 163, longest=60, seed=3) if rows is None else rows
+    settings = {"max_steps": 2, "hotspa_mini_batch_size": 8, "save_strategy": "no", "hotspa_report": True, **options}
+    given = tiny_model(FAMILY, dtype)
+    return training_runs.make_trainer(folder, 2, given=given, rows=rows, hotspa_strategies=strategies, **settings)
 
 
 def train_twice(folder, measured, **options):

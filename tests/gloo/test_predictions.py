@@ -11,10 +11,9 @@ from hf_hotspa.reporting.run_log import read_run_log
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
+from tests.training_runs import make_trainer
 
 pytestmark = pytest.mark.gloo
-
-STRATEGIES = "dp2:16@32,tp2:60"
 
 
 def calibration_for(world_size):
@@ -26,22 +25,13 @@ def calibration_for(world_size):
 
 
 def train(folder, **options):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
-    model = tiny_model("llama_gqa_bias")
-    settings = {
-        "max_steps": 2, "logging_steps": 1, "hotspa_mini_batch_size": 8, "hotspa_strategies": STRATEGIES,
-        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": "none",
-    }  # fmt: skip
-    args = HotSPaTrainingArguments(output_dir=folder, **{**settings, **options})
-    trainer = HotSPaTrainer(
-        model=model, args=args, train_dataset=random_rows(24, model.config.vocab_size, longest=60, seed=3)
-    )
+    rows = random_rows(24, 163, longest=60, seed=3)
+    settings = {"max_steps": 2, "hotspa_mini_batch_size": 8, "save_strategy": "no", "hotspa_report": True}
+    trainer = make_trainer(folder, 2, family="llama_gqa_bias", rows=rows, **settings, **options)
     trainer.train()
     predicted = [phase.predicted_s for phase in trainer.last_report.phases]
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    config, device = trainer.model.config, args.device
+    config, device = trainer.model.config, trainer.args.device
     trainer.close_engine()
     return (
         [log["loss"] for log in logs],

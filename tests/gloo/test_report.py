@@ -10,11 +10,9 @@ from hf_hotspa.callbacks import ReportCallback, SwitchOverheadCallback
 from hf_hotspa.errors import CallbackError
 from hf_hotspa.report import MEASURES
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.trainer import HotSPaTrainer
-from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
+from tests.training_runs import make_trainer
 
 pytestmark = pytest.mark.gloo
 
@@ -22,17 +20,16 @@ STEPS = 5
 
 
 def train(folder, callbacks=(), **options):
-    model = tiny_model("llama_gqa_bias")
+    rows = random_rows(24, 163, longest=60)
     settings = {
-        "max_steps": STEPS, "logging_steps": 1, "hotspa_mini_batch_size": 8, "hotspa_strategies": "dp2:16@32,tp2:60",
-        "save_strategy": "no", "learning_rate": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2,
-        "disable_tqdm": True, "use_cpu": True, "report_to": "none",
-    }  # fmt: skip
-    args = HotSPaTrainingArguments(output_dir=folder, **{**settings, **options})
-    rows = random_rows(24, model.config.vocab_size, longest=60)
-    trainer = HotSPaTrainer(
-        model=model, args=args, train_dataset=rows, eval_dataset=rows[:6], callbacks=list(callbacks)
-    )
+        "max_steps": STEPS,
+        "hotspa_mini_batch_size": 8,
+        "save_strategy": "no",
+        "hotspa_report": True,
+        **options,
+    }
+    trainer = make_trainer(folder, 2, family="llama_gqa_bias", rows=rows, callbacks=callbacks, **settings)
+    trainer.eval_dataset = rows[:6]
     trainer.train()
     return trainer
 
