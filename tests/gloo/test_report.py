@@ -21,15 +21,9 @@ STEPS = 5
 
 def train(folder, callbacks=(), **options):
     rows = random_rows(24, 163, longest=60)
-    settings = {
-        "max_steps": STEPS,
-        "hotspa_mini_batch_size": 8,
-        "save_strategy": "no",
-        "hotspa_report": True,
-        **options,
-    }
-    trainer = make_trainer(folder, 2, family="llama_gqa_bias", rows=rows, callbacks=callbacks, **settings)
-    trainer.eval_dataset = rows[:6]
+    given = {"family": "llama_gqa_bias", "rows": rows, "eval_dataset": rows[:6], "callbacks": callbacks}
+    settings = {"max_steps": STEPS, "hotspa_mini_batch_size": 8, "save_strategy": "no", "hotspa_report": True} | options
+    trainer = make_trainer(folder, 2, **given, **settings)
     trainer.train()
     return trainer
 
