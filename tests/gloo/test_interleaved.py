@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.model.pass_through import PassThrough
+from hf_hotspa.packing.pipeline_order import Turn, interleaved_order
 from hf_hotspa.parallel.pipeline import Pack
 from tests.families import tiny_model
 from tests.harness import run_ranks
@@ -131,23 +131,18 @@ def test_torchs_interleaved_schedule_is_exact_and_runs_where_it_can() -> None:
             assert ran == expected, name
 
 
-Events = list[tuple[int, int, bool]]
-"""Stage, pack and whether it is backward of each pass of a rank, in order."""
-
-
-def events_of(rank: int, world_size: int, rounds: int, counts: tuple[int, ...]) -> list[Events]:
+def turns_of(rank: int, world_size: int, counts: tuple[int, ...]) -> list[list[Turn]]:
     """The passes that this rank ran, for each number of equal packs."""
     model = tiny_model(GQA, torch.float64, num_hidden_layers=8)
-    engine = make_engine(model, f"pp2{f'+v{rounds}' if rounds > 1 else ''}:16")
+    engine = make_engine(model, "pp2+v2:16")
     (runner,) = engine.phases.values()
     stages = {id(part): index * world_size + rank for index, part in enumerate(runner.parts)}
-    log: Events = []
-    found = []
+    log, found = list[Turn](), []
     with pytest.MonkeyPatch.context() as patch:
         for is_backward, name in ((False, "forward"), (True, "backward")):
 
             def recorded(chunk: Pack, stage: Any, *args: Any, run: Any, back: bool, **options: Any) -> Any:
-                log.append((stages[id(stage)], chunk.pack, back))
+                log.append(Turn(stages[id(stage)], chunk.pack, back))
                 return run(chunk, stage, *args, **options)
 
             patch.setattr(Pack, name, partialmethod(recorded, run=getattr(Pack, name), back=is_backward))
@@ -160,68 +155,47 @@ def events_of(rank: int, world_size: int, rounds: int, counts: tuple[int, ...]) 
     return found
 
 
-def idle_over_busy(ranks: list[Events]) -> float:
-    """Of a timeline in which each rank runs its passes in its order as soon as it can; a backward takes twice a forward."""
-    num_stages = 1 + max(stage for events in ranks for stage, _, _ in events)
-    ends: dict[tuple[int, int, bool], int] = {}
-    clocks, left, busy = [0] * len(ranks), [list(events) for events in ranks], 0
-    while any(left):
-        progress = False
-        for rank, events in enumerate(left):
-            while events:
-                stage, pack, is_backward = events[0]
-                before = (stage + 1, pack, True) if is_backward else (stage - 1, pack, False)
-                is_end = stage == num_stages - 1 if is_backward else stage == 0
-                if not is_end and before not in ends:
-                    break
-                seconds = 2 if is_backward else 1
-                clocks[rank] = max(clocks[rank], 0 if is_end else ends[before]) + seconds
-                ends[events.pop(0)] = clocks[rank]
-                busy, progress = busy + seconds, True
-        assert progress, "each rank waits for another"
-    return (len(ranks) * max(clocks) - busy) / busy
-
-
-@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_ranks_are_idle_as_the_formula_says_in_the_order_that_the_engine_runs(rounds: int) -> None:
-    """(p - 1) / (v m), with stages that take equally long."""
+def test_ranks_run_the_order_of_the_schedule() -> None:
+    """How long they are idle in it: `tests/unit/test_interleaved_order.py`."""
     counts = (2, 4, 8)
-    ranks = run_ranks(2, events_of, rounds, counts)
-    for index, count in enumerate(counts):
-        of_count = [events[index] for events in ranks]
-        assert all(len(events) == 2 * rounds * count for events in of_count)
-        assert idle_over_busy(of_count) == pytest.approx(1 / (rounds * count), rel=0.1)
-
-
-def _trained(model: PreTrainedModel, buckets: str) -> tuple[float, Any]:
-    rows = random_rows(9, model.config.vocab_size, longest=40, seed=3)
-    loss, gradients = shared_reference(model, rows)
-    engine = make_engine(model, buckets)
-    error, _ = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)
-    return error, engine
+    for rank, found in enumerate(run_ranks(2, turns_of, counts)):
+        for count, turns in zip(counts, found, strict=True):
+            order = interleaved_order([16] * count, 2, 2, 2 * 16)
+            assert turns == [turn for turn in order if turn.stage % 2 == rank]
 
 
 def on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
-    """What a rank holds, and whether the same mini-batch gives the same bits again."""
+    """What a rank holds, whether the same mini-batch gives the same bits again, and what is refused."""
     found: dict[str, Any] = {}
     model = tiny_model(TIED, torch.float64, num_hidden_layers=5)
-    error, engine = _trained(model, "pp2+v2:40")
+    rows = random_rows(9, model.config.vocab_size, longest=40, seed=3)
+    engine = make_engine(model, "pp2+v2:40")
+    found["error"], _ = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
     (runner,) = engine.phases.values()
     found["layers"] = [
         [i for i, layer in enumerate(part.layers) if not isinstance(layer, PassThrough)] for part in runner.parts
     ]
-    rows = random_rows(9, model.config.vocab_size, longest=40, seed=3)
     gradients = [g.clone() for g in engine.master.gradients if g is not None]
     with exact_in_double(torch.float64):
         engine.forward_backward(make_mini_batch(engine, rows))
     again = [g for g in engine.master.gradients if g is not None]
     found["same bits"] = all(map(torch.equal, gradients, again))
-    found["error"] = error
     engine.close()
+    for buckets, options, parts in REFUSED:
+        with pytest.raises(HotspaError) as caught:
+            make_engine(tiny_model(TIED), buckets, **options)
+        assert all(part in str(caught.value) for part in parts), caught.value
     return found
 
 
-def test_a_rank_holds_every_second_stage_and_runs_repeat() -> None:
+REFUSED: list[tuple[str, dict[str, Any], tuple[str, str]]] = [
+    ("pp2+v2:40", {"pipeline_schedule": "gpipe"}, ("gpipe", "use the schedule own or 1f1b")),
+    ("pp2+v3:40", {}, ("pp2+v3 has 6 stages, more than the 4 layers", "legal with 2 processes")),
+    ("pp2+v2:40", {"features": (HandOver(),)}, ("hotspa_stragglers", "leave +v2 out")),
+]
+
+
+def test_a_rank_holds_every_second_stage_and_runs_repeat_and_refusals_are_alike() -> None:
     first, second = run_ranks(2, on_one_rank)
     for found in (first, second):
         assert found["error"] <= 1e-11
@@ -230,27 +204,3 @@ def test_a_rank_holds_every_second_stage_and_runs_repeat() -> None:
     layers = [first["layers"][0], second["layers"][0], first["layers"][1], second["layers"][1]]
     assert [layer for stage in layers for layer in stage] == list(range(5))
     assert all(layers)
-
-
-def refusals(rank: int, world_size: int) -> list[str]:
-    model, said = tiny_model(TIED), []
-    for buckets, options in (
-        ("pp2+v2:40", {"pipeline_schedule": "gpipe"}),
-        ("pp2+v3:40", {}),
-        ("pp2+v2:40", {"features": (HandOver(),)}),
-    ):
-        with pytest.raises(HotspaError) as caught:
-            make_engine(model, buckets, **options)
-        said.append(str(caught.value))
-    return said
-
-
-def test_what_does_not_go_with_it_is_refused_on_every_rank() -> None:
-    for said in run_ranks(2, refusals):
-        for message, *parts in zip(
-            said,
-            ("gpipe", "pp2+v3 has 6 stages, more than the 4 layers", "hotspa_stragglers"),
-            ("use the schedule own or 1f1b", "legal with 2 processes", "leave +v2 out"),
-            strict=True,
-        ):
-            assert all(part in message for part in parts), message
