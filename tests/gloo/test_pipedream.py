@@ -1,14 +1,11 @@
-"""Stages that update by themselves: PipeDream's rule in one process is the reference, and what packs run with is looked at."""
+"""Stages that update by themselves: PipeDream's rule in one process is the reference."""
 
-import hashlib
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from tests.gloo.test_benchmarks_run import run_quick
 from tests.gloo.test_resume import train_without_steps
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
-from tests.training_runs import contents, make_trainer, newest, same_bits, train, whole_state
+from tests.training_runs import contents, make_trainer, newest, one_run, same_bits, train, whole_state
 from tests.worlds import make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
@@ -39,13 +36,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def start(model: PreTrainedModel, buckets: str, mode: PipeDream, optimizer: str = "adamw") -> tuple[HotSPaEngine, Any]:
-    """An engine whose stages update by themselves, and the optimizer that they step."""
-    engine = make_engine(model, buckets, features=(mode,) if mode else ())
-    made = OPTIMIZERS[optimizer]([p for _, p in engine.named_parameters()])
+def start(model: PreTrainedModel, buckets: str, mode: PipeDream, optimizer: str = "adamw") -> HotSPaEngine:
+    """An engine whose stages update by themselves."""
+    engine = make_engine(model, buckets, features=(mode,))
     assert engine.updates is not None
-    engine.updates.step = made.step
-    return engine, made
+    engine.updates.step = OPTIMIZERS[optimizer]([p for _, p in engine.named_parameters()]).step
+    return engine
 
 
 @dataclass
@@ -63,18 +59,17 @@ class Simulation:
 
     def train(self, mini_batch: MiniBatch, rows: list[dict[str, Any]]) -> tuple[float, float]:
         """The loss of a mini-batch and its norm of gradients, as the engine reports them."""
-        phase, last = mini_batch.plan.phases[0], max(self.stages.values())
+        phase, depth = mini_batch.plan.phases[0], 1 + max(self.stages.values())
+        longest = [pack.num_tokens for pack in max(phase.replicas, key=len)]
+        passes = choose_passes("own", longest, depth, phase.bucket.most_tokens)
+        versions = [self.mode.pack_versions(passes, stage) for stage in range(depth)]
         parameters = dict(self.model.named_parameters())
         history = [{name: p.detach().clone() for name, p in parameters.items()}]
         loss, squares = 0.0, list[float]()
-        for k in range(max(map(len, phase.replicas))):
+        for k in range(len(longest)):
             packs = [packs[k] for packs in phase.replicas if k < len(packs)]
-            for (
-                name,
-                p,
-            ) in parameters.items():  # the stage has seen the updates of all packs but those in flight behind it
-                delay = last - (0 if self.mode.vertical_sync else self.stages[name])
-                p.data = history[max(k - delay, 0)][name].clone()
+            for name, p in parameters.items():
+                p.data = history[versions[self.stages[name]][k]][name].clone()
             of_pack = self._gradients([rows[s.row] for pack in packs for s in pack.sequences])
             labels = sum(pack.num_labels for pack in packs)
             loss += of_pack * labels / mini_batch.num_labels
@@ -120,7 +115,7 @@ def against_simulation(rank: int, world_size: int, cases: list[tuple[str, PipeDr
     found = []
     for buckets, mode, optimizer, num_rows in cases:
         model = tiny_model(FAMILY, torch.float64)
-        engine, _ = start(model, buckets, mode, optimizer)
+        engine = start(model, buckets, mode, optimizer)
         reference = tiny_model(FAMILY, torch.float64)
         simulation = Simulation(reference, OPTIMIZERS[optimizer](reference.parameters()), stages_of(engine), mode)
         errors = []
@@ -134,6 +129,9 @@ def against_simulation(rank: int, world_size: int, cases: list[tuple[str, PipeDr
         weights = dict(reference.named_parameters())
         errors += [relative_error(whole, weights[name].detach()) for name, whole in engine.weights()]
         found.append(errors)
+        (runner,) = engine.phases.values()
+        assert isinstance(runner, PipeDreamRunner)
+        assert 0 < runner.most_held <= mode.most_versions(runner.mesh.strategy.pp, runner.mesh.coord.pp)
         engine.close()
     return found
 
@@ -148,98 +146,29 @@ FOUR = [
 ]
 MORE = [
     ("pp4:40@44", PipeDream(vertical_sync=True), "adamw", 17),
+    ("pp4:40@9", PipeDream(), "adamw", 17),  # long packs wait
     ("dp2pp2:40@44", PipeDream(max_norm=0.5), "adamw", 13),
     ("tp2pp2+sp:40@44", PipeDream(), "momentum", 7),
 ]
 
 
-def weights_of_packs(engine: HotSPaEngine, mini_batch: MiniBatch) -> tuple[list[dict[str, str]], int]:
-    """For each pack what the weights of this stage were, as digests, when its forward began and ended and its backward began
-    and ended; and the most versions held."""
-    (runner,) = engine.phases.values()
-    assert isinstance(runner, PipeDreamRunner)
-    phase = mini_batch.phases[0]
-    passes = choose_passes(
-        "own", [m.num_tokens for m in phase.micro_batches], runner.mesh.strategy.pp, phase.bucket.most_tokens
-    )
-    moments = [
-        (pack, f"{'backward' if is_backward else 'forward'} {moment}")
-        for pack, is_backward in passes.operations(runner.mesh.coord.pp)
-        for moment in ("begins", "ends")
-    ]
-    found = [dict[str, str]() for _ in phase.micro_batches]
-
-    def look() -> None:
-        pack, moment = moments.pop(0)
-        held = hashlib.sha256()
-        for parameter, _ in runner.replica.parameters:
-            held.update(parameter.detach().numpy().tobytes())
-        found[pack][moment] = held.hexdigest()
-
-    runner.replica.begin_pass = runner.replica.end_pass = look
-    engine.forward_backward(mini_batch)
-    runner.replica.begin_pass = runner.replica.end_pass = lambda: None
-    assert not moments
-    return found, runner.most_held
-
-
-def digests(rank: int, world_size: int) -> list[tuple[list[dict[str, str]], int]]:
-    """`weights_of_packs` in each mode; where long packs wait; and of a runner that stashes nothing."""
-    found = []
-    for buckets, mode in (
-        ("pp4:40@44", PipeDream()),
-        ("pp4:40@44", PipeDream(vertical_sync=True)),
-        ("pp4:40@9", PipeDream()),
-        ("pp4:40@44", None),
-    ):
-        model = tiny_model(FAMILY)
-        engine, _ = start(model, buckets, mode or PipeDream())
-        mini_batch = make_mini_batch(engine, random_rows(33, model.config.vocab_size, longest=40))
-        newest = lambda runner, _: runner.replica.use_weights(runner._by_version[max(runner._by_version)])  # noqa: E731
-        with patch.object(PipeDreamRunner, "use_version_of", newest) if mode is None else nullcontext():
-            found.append(weights_of_packs(engine, mini_batch))
-        engine.close()
-    return found
-
-
-@pytest.mark.slow
-def test_forward_and_backward_of_a_pack_have_the_same_bits_of_weights() -> None:
-    for stage, (plain, synced, limited, none) in enumerate(run_ranks(4, digests)):
-        for packs, held in (plain, synced, limited):
-            assert all(len(pack) == 4 and len(set(pack.values())) == 1 for pack in packs)
-            assert len({pack["forward begins"] for pack in packs}) > 1  # weights change within the mini-batch
-            assert held <= 4
-        assert plain[1] == PipeDream().most_versions(4, stage, len(plain[0])) == 4 - stage
-        # a check that can fail: without stashing, all stages but the last go backward with other weights than forward
-        assert (stage == 3) == all(len(set(pack.values())) == 1 for pack in none[0])
-
-
-def one_in_flight(rank: int, world_size: int) -> list[bool]:
-    """Whether mini-batches of one pack, trained in both modes, leave the same bits: losses, weights. And whether norms, which are
-    summed over other shares, are the same but for rounding."""
+def one_in_flight(rank: int, world_size: int) -> bool:
+    """Whether mini-batches of one pack, trained in both modes, leave the same bits of losses and weights."""
     ends = []
-    for mode in (None, PipeDream()):
-        model = tiny_model(FAMILY)
-        engine = make_engine(model, "pp2:40@400", features=(mode,) if mode else ())
+    for mode in ((), (PipeDream(),)):
+        model, losses = tiny_model(FAMILY), list[torch.Tensor]()
+        engine = make_engine(model, "pp2:40@400", features=mode)
         optimizer = OPTIMIZERS["adamw"]([p for _, p in engine.named_parameters()])
         if engine.updates is not None:
             engine.updates.step = optimizer.step
-        losses, norms = list[float](), list[float]()
         for seed in range(4):
             mini_batch = make_mini_batch(engine, random_rows(6, model.config.vocab_size, longest=40, seed=seed))
             assert mini_batch.plan.phases[0].num_packs == 1
-            report = engine.forward_backward(mini_batch)
+            losses.append(torch.tensor(engine.forward_backward(mini_batch).loss))
             optimizer.step()  # with stages that update by themselves, of no effect
-            losses.append(report.loss)
-            norms.append(engine.grad_norm)
-        ends.append((losses, norms, {name: whole.clone() for name, whole in engine.weights()}))
+        ends.append([*losses, *(whole.clone() for _, whole in engine.weights())])
         engine.close()
-    (losses, norms, weights), (losses_too, norms_too, weights_too) = ends
-    return [
-        losses == losses_too,
-        norms == pytest.approx(norms_too, rel=1e-12),
-        *(torch.equal(weights[name], weights_too[name]) for name in weights),
-    ]
+    return all(map(torch.equal, *ends))
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
@@ -251,11 +180,9 @@ def refusals(rank: int, world_size: int) -> list[str]:
             run()
         messages.append(str(caught.value))
 
-    for buckets in ("dp2:40", "pp2:8,dp2:40", "pp2+ck8:40", "pp2+z2:40"):
-        note(partial(make_engine, model, buckets, features=(PipeDream(),)))
+    note(lambda: make_engine(model, "dp2:40", features=(PipeDream(),)))
     tied = tiny_model("qwen3_qk_norm_tied")
     note(lambda: make_engine(tied, "pp2:40", features=(PipeDream(),)))
-    note(lambda: make_engine(model, "pp2:40", features=(PipeDream(),), pipeline_schedule="1f1b"))
     note(lambda: make_engine(model, "pp2:40", features=(PipeDream(),), overlap_load=True))
     note(lambda: make_engine(model, "pp2:40", features=(PipeDream(vertical_sync=rank == 0),)))
     note(lambda: PipeDream(max_norm=0.0))
@@ -266,7 +193,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     engine.close()
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
-    engine, _ = start(model, "pp2:40@44", PipeDream())
+    engine = start(model, "pp2:40@44", PipeDream())
     note(lambda: engine.forward_backward(mini_batch))
     assert torch.isfinite(torch.cat([w for w in engine.master.weights if w is not None])).all() == (rank == 0)
     engine.close()
@@ -275,11 +202,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 REFUSED = [
     ("strategy dp2", "nothing is in flight"),
-    ("with the strategies", "one strategy with pp"),
-    ("+ck8", "use pp2"),
-    ("+z2", "use pp2"),
     ("tied weight", "tie_word_embeddings=False"),
-    ("schedule 1f1b", "schedule own"),
     ("beside the computation", "leave overlap_load"),
     ("engine option pipedream", "rank"),
     ("norm 0.0", "use for example 1.0"),
@@ -289,7 +212,7 @@ REFUSED = [
 ]
 
 
-def on_two_ranks(rank: int, world_size: int) -> tuple[list[list[float]], list[bool], list[str]]:
+def on_two_ranks(rank: int, world_size: int) -> tuple[list[list[float]], bool, list[str]]:
     return against_simulation(rank, world_size, TWO), one_in_flight(rank, world_size), refusals(rank, world_size)
 
 
@@ -299,8 +222,7 @@ def test_two_stages() -> None:
     for simulated, same, messages in run_ranks(2, on_two_ranks):
         for case, errors in zip(TWO, simulated, strict=True):
             assert max(errors) <= 1e-11, case
-        assert all(same)
-        assert len(messages) == len(REFUSED)
+        assert same
         for (what, fix), message in zip(REFUSED, messages, strict=True):
             assert what in message, message
             assert fix in message, message
@@ -374,21 +296,14 @@ def test_the_trainer_saves_resumes_and_evaluates_between_mini_batches() -> None:
     assert "not the synchronous update" not in of_synchronous
 
 
-def resumed_run(
-    rank: int, world_size: int, folder: str, resume: str | None, options: dict[str, Any]
-) -> dict[int, float]:
-    with redirect_stdout(StringIO()):
-        return train(make_trainer(folder, world_size, **{**RUN, **options}), resume)
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_number_of_ranks() -> None:
     """Stages update at once by the gradients of a loss that the Trainer multiplies by the number of ranks."""
     with memory_folder() as folder:
-        run_ranks(2, resumed_run, str(folder / "two"), None, {"max_steps": 3})
-        options = {"hotspa_strategies": "dp2pp2:60@48", "max_steps": 5}
+        run_ranks(2, one_run, str(folder / "two"), None, {**RUN, "max_steps": 3})
+        options = {**RUN, "hotspa_strategies": "dp2pp2:60@48", "max_steps": 5}
         checkpoint = str(folder / "two" / "checkpoint-3")
-        first, *others = run_ranks(4, resumed_run, str(folder / "four"), checkpoint, options)
+        first, *others = run_ranks(4, one_run, str(folder / "four"), checkpoint, options)
         assert list(first) == [4, 5]
         assert all(found == first for found in others)
 
@@ -397,9 +312,7 @@ def test_a_run_goes_on_on_another_number_of_ranks() -> None:
 def test_pipedream_loss(tmp_path: Path) -> None:
     found = run_quick("pipedream_loss", tmp_path / "out" / "pipedream.json", "--svg", str(tmp_path / "curves.svg"))
     assert (tmp_path / "curves.svg").read_text().count("<polyline") == len(found["sides"]) == 4
-    one, every, *asynchronous = found["sides"].values()
+    one, every, *asynchronous = found["sides"].values()  # with two stages, syncing delays the last
     assert [side["updates"] for side in found["sides"].values()] == [2, 6, 6, 6]
-    assert (
-        len({side["losses"][0] for side in (one, every, *asynchronous)}) >= 3
-    )  # with two stages, syncing delays the last
+    assert len({side["losses"][0] for side in found["sides"].values()}) >= 3
     assert every["idle"] == 0.5 > one["idle"] == asynchronous[0]["idle"]
