@@ -1,16 +1,34 @@
-"""Ranks that compute slowly, for tests: what they measure is said to be so, or they sleep in every forward."""
+"""Ranks that compute slowly, for tests: what they measure is said to be so, or they sleep in every forward; and trainings with
+them, of which a test sees what each mini-batch had on this rank."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
+
+from transformers import TrainerCallback
 
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.features.slow_devices.flexible_linear import FlexibleWork
 from hf_hotspa.layout.vector import EMBEDDING
 from hf_hotspa.model.replica import Replica
+from hf_hotspa.report import StepReport
 from hf_hotspa.seam import settings
+from tests.training_runs import contents, make_trainer, newest, train
+
+
+class Slow(NamedTuple):
+    """How many times the seconds of a usual rank each one takes in a mini-batch, counted from 0."""
+
+    first: int
+    until: int
+    times: float = 4.0
+    ranks: tuple[int, ...] = (1,)
+
+    def __call__(self, step: int, rank: int) -> float:
+        return self.times if rank in self.ranks and self.first <= step < self.until else 1.0
 
 
 @contextmanager
@@ -67,3 +85,62 @@ def slept(seconds: float) -> Iterator[None]:
 
     with patch.object(Replica, "forward", sleeping):
         yield
+
+
+# -- trainings ----------------------------------------------------------------------------------------------------------
+
+
+class Watch(TrainerCallback):
+    """Keeps what is on this rank in each phase, of an engine, and the reports of mini-batches."""
+
+    def __init__(self, trainer: Any, here: Callable[[Any], Any]) -> None:
+        self.trainer, self.here = trainer, here
+        self.seen, self.reports = list[Any](), list[StepReport]()
+
+    def on_phase_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(self.here(self.trainer.engine))
+
+    def on_step_report(self, args: Any, state: Any, control: Any, report: StepReport, **kwargs: Any) -> None:
+        self.reports.append(report)
+
+
+Run = tuple[str, str | None, dict[str, Any]]
+"""A folder, a checkpoint to go on from, and options."""
+
+
+class Watched(NamedTuple):
+    """Of a run on this rank the losses by step, what was here in each phase, and of each mini-batch who is slow and the tokens of
+    the busiest rank of the first phase."""
+
+    losses: dict[int, float]
+    seen: list[Any]
+    slow: list[tuple[int, ...]]
+    busiest: list[int]
+
+
+def watched_runs(
+    rank: int, world_size: int, runs: list[Run], slow: Slow, here: Callable[[Any], Any], said: dict[str, Any]
+) -> list[Watched]:
+    """`said`: options of `said_to_take`."""
+    results = []
+    for folder, resume, options in runs:
+        with said_to_take(rank, slow, **said):
+            trainer = make_trainer(folder, world_size, **options)
+            watch = Watch(trainer, here)
+            trainer.add_callback(watch)
+            losses = train(trainer, resume)
+        reported = [report.slow for report in watch.reports], [r.phases[0].busiest_tokens for r in watch.reports]
+        results.append(Watched(losses, watch.seen, *reported))
+    return results
+
+
+def resumed_runs(folder: Path, options: dict[str, Any], points: Iterable[int]) -> list[Run]:
+    """A run, and the same from its checkpoints after some steps."""
+    return [(f"{folder}/a", None, options), *((f"{folder}/{p}", f"{folder}/a/checkpoint-{p}", options) for p in points)]
+
+
+def check_resumed(folder: Path, losses: dict[int, float], resumed: dict[int, dict[int, float]]) -> None:
+    """Whether `resumed_runs` went on bit for bit; `resumed`: their losses by the point."""
+    for point, found in resumed.items():
+        assert found == {step: loss for step, loss in losses.items() if step > point}
+        assert contents(newest(folder / str(point))) == contents(newest(folder / "a"))
