@@ -83,16 +83,16 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("buckets", [QUICK, pytest.param(MORE, marks=pytest.mark.slow)], ids=["quick", "others"])
-def test_the_loss_of_routers_is_equal_under_every_strategy(buckets):
-    for errors in run_ranks(4, _errors, buckets, {}):
-        assert max(errors) <= 1e-11, errors
+RECOMPUTED = ["dp2tp2+rc:24@32", "pp4+rc:24@32", "dp4+rc:4@8,tp2pp2+rc:24@30"]
+OVERLAP = {"overlap_load": True, "overlap_return": True}
 
 
-@pytest.mark.slow
-def test_the_loss_of_routers_with_recomputation_and_overlap():
-    buckets = ["dp2tp2+rc:24@32", "pp4+rc:24@32", "dp4+rc:4@8,tp2pp2+rc:24@30"]
-    options = {"overlap_load": True, "overlap_return": True}
+@pytest.mark.parametrize(
+    ("buckets", "options"),
+    [(QUICK, {}), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((MORE, {}), (RECOMPUTED, OVERLAP)))],
+    ids=["quick", "others", "recomputed"],
+)
+def test_the_loss_of_routers_is_equal_under_every_strategy(buckets, options):
     for errors in run_ranks(4, _errors, buckets, options):
         assert max(errors) <= 1e-11, errors
 
