@@ -1,34 +1,26 @@
 """Columns left out in training: chosen by how weights vary, imputed, beside columns that migrate (`semi`), and gone on with."""
 
-import logging
 from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
+from hf_hotspa.features.slow_devices import device_watch
 from hf_hotspa.features.slow_devices.columns import LayerColumns, kept_variation, most_varying, num_kept
 from hf_hotspa.features.slow_devices.device_step_time import DeviceStepTime
-from hf_hotspa.features.slow_devices.device_watch import DeviceWatch
 from hf_hotspa.features.slow_devices.flexible_linear import Exchange, FlexibleWork, flexible_works, give
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.features.slow_devices.reaction import pretest
-from hf_hotspa.seam import settings
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
-from tests.slow_ranks import said_to_take
-from tests.training_runs import contents, make_trainer, newest, train
+from tests.slow_ranks import Slow, check_resumed, resumed_runs, watched_runs
 from tests.worlds import make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
 
-SLOW_FROM, SLOW_UNTIL, STEPS, PERIOD = 3, 7, 11, 3
-
-
-def is_slow(step, rank):
-    return 4.0 if rank == 1 and SLOW_FROM <= step < SLOW_UNTIL else 1.0
+SLOW, STEPS, PERIOD = Slow(3, 7), 11, 3
 
 
 # -- a product that gives and leaves out --------------------------------------------------------------------------------
@@ -87,38 +79,17 @@ def test_a_product_may_migrate_and_leave_columns_out_at_once():
 # -- in training --------------------------------------------------------------------------------------------------------
 
 
-class Decisions(TrainerCallback):
-    """Keeps what each mini-batch left out of the products of this rank, and the shares of all."""
-
-    def __init__(self):
-        self.trainer, self.left_out, self.shares = None, [], []
-
-    def on_phase_end(self, args, state, control, phase, **kwargs):
-        for work in flexible_works(self.trainer.engine).values():
-            self.left_out.append({n: c.pruned for n, c in work.lineage.items()} if work.resized else {})
-            self.shares.append((work.shares, work.resized))
+def decided(engine):
+    """Which columns are left out of the products of this rank, and the share that rank 1 hands over or this one leaves out."""
+    works = flexible_works(engine).values()
+    return [({n: c.pruned for n, c in w.lineage.items()} if w.resized else {}, w.shares[1] + w.resized) for w in works]
 
 
 def runs_of(rank, world_size, runs):
-    found = []
-    for folder, resume, options in runs:
-        said = []
-        handler = logging.Handler()
-        handler.emit = lambda record, said=said: said.append(record.getMessage())
-        logger = logging.getLogger("hf_hotspa.features.slow_devices.device_watch")
-        logger.addHandler(handler)
-        with said_to_take(rank, is_slow, product_share=0.8):
-            trainer = make_trainer(folder, world_size, max_steps=STEPS, **options)
-            decisions = Decisions()
-            decisions.trainer = trainer
-            trainer.add_callback(decisions)
-            losses = train(trainer, resume)
-        logger.removeHandler(handler)
-        watch = settings(trainer._hotspa.watchers.parts, DeviceWatch)
-        giving = watch._step_time.giving if watch is not None else None
-        state = giving.state_dict() if giving is not None else {}
-        found.append((losses, decisions.left_out, decisions.shares, said, state))
-    return found
+    """`watched_runs`, and what their watches of devices have logged."""
+    with patch.object(device_watch.logger, "warning") as warned:
+        found = watched_runs(rank, world_size, runs, SLOW, decided, {"product_share": 0.8})
+    return found, [call.args[0] % call.args[1:] for call in warned.call_args_list]
 
 
 def shard(weight, name, rank):
@@ -129,30 +100,31 @@ def shard(weight, name, rank):
 @pytest.mark.slow
 def test_columns_by_variation_and_imputation_go_on_bit_for_bit(tmp_path):
     """Also the papers' rule: columns that were left out keep their old statistics."""
-    common = {"hotspa_strategies": "tp4:60", "hotspa_stragglers": "resize", "hotspa_resize_period": PERIOD}
+    common = {
+        "max_steps": STEPS, "hotspa_strategies": "tp4:60", "hotspa_stragglers": "resize", "hotspa_resize_period": PERIOD,
+    }  # fmt: skip
     kinds = {"pri": "same", "pridiffe": "average"}
     runs = []
     for columns, imputation in kinds.items():
         options = {**common, "hotspa_resize_columns": columns, "hotspa_resize_imputation": imputation}
-        runs += [(str(tmp_path / columns), None, options)]
-        runs += [(str(tmp_path / f"{columns}7"), str(tmp_path / columns / "checkpoint-7"), options)]
+        runs += resumed_runs(tmp_path / columns, options, [7])
     plain = {**common, "hotspa_stragglers": "off", "save_strategy": "no", "hotspa_resize_period": 0}
     results = run_ranks(4, runs_of, [*runs, (str(tmp_path / "off"), None, plain)])
-    (pri, pri7, pridiff, pridiff7, off), usual = results[1], results[0]
+    (pri, pri7, pridiff, pridiff7, off), _ = results[1]
     for whole, resumed, columns in ((pri, pri7, "pri"), (pridiff, pridiff7, "pridiffe")):
-        assert [step for step, left in enumerate(whole[1], 1) if left] == [6, 7, 8, 9]
-        assert resumed[0] == {step: loss for step, loss in whole[0].items() if step > 7}
-        assert contents(newest(tmp_path / f"{columns}7")) == contents(newest(tmp_path / columns))
-        assert next(step for step in whole[0] if whole[0][step] != off[0][step]) == 6
-    assert not any(usual[0][1])
-    assert "this run is not exact" in usual[0][3][0]
-    assert "the previous mini-batch's" in usual[0][3][0]
+        assert [step for step, [(left, _)] in enumerate(whole.seen, 1) if left] == [6, 7, 8, 9]
+        check_resumed(tmp_path / columns, whole.losses, {7: resumed.losses})
+        assert next(step for step in whole.losses if whole.losses[step] != off.losses[step]) == 6
+    (usual, *_), said = results[0]
+    assert not any(left for [(left, _)] in usual.seen)
+    assert "this run is not exact" in said[0]
+    assert "the previous mini-batch's" in said[0]
     # the statistics, from the weights of the checkpoints
     first = dict(tiny_model("qwen3_qk_norm_tied", seed=0).state_dict().items())
-    at = {step: load_file(tmp_path / "pri" / f"checkpoint-{step}" / "model.safetensors") for step in (3, 6)}
-    share = pri[2][5][1]
+    at = {step: load_file(tmp_path / f"pri/a/checkpoint-{step}/model.safetensors") for step in (3, 6)}
+    [(left_out6, share6)], [(left_out7, share7)] = pri.seen[5:7]
     cut = {
-        name: left for name, left in pri[1][5].items() if not name.endswith(("k_proj", "v_proj"))
+        name: left for name, left in left_out6.items() if not name.endswith(("k_proj", "v_proj"))
     }  # these are shared
     assert len(cut) == 5 * 4
     for name, left6 in cut.items():
@@ -161,16 +133,15 @@ def test_columns_by_variation_and_imputation_go_on_bit_for_bit(tmp_path):
             (shard(b[weight], weight, 1) - shard(a[weight], weight, 1)).abs().mean(0).tolist()
             for a, b in ((first, at[3]), (at[3], at[6]))
         )
-        count = num_kept(len(old), share)
-        kept6 = most_varying(old, count)
+        kept6 = most_varying(old, num_kept(len(old), share6))
         assert left6 == tuple(i for i in range(len(old)) if i not in kept6), name
-        kept7 = most_varying(kept_variation(new, old, kept6), num_kept(len(old), pri[2][6][1]))
-        assert pri[1][6][name] == tuple(i for i in range(len(old)) if i not in kept7), name
+        kept7 = most_varying(kept_variation(new, old, kept6), num_kept(len(old), share7))
+        assert left_out7[name] == tuple(i for i in range(len(old)) if i not in kept7), name
     # half of what varies, or more where less does: at lr 1e-2 everything varies by more than the threshold
-    lengths = {name: num_kept(w.shape[1], 0.8 * 0.5) for name, w in first.items() if name.endswith("up_proj.weight")}
-    for name, kept in lengths.items():
-        linear = name.removesuffix(".weight")
-        assert len(pridiff[1][6][linear]) >= first[name].shape[1] - kept, name
+    [(left_out, _)] = pridiff.seen[6]
+    for name, weight in first.items():
+        if name.endswith("up_proj.weight"):
+            assert len(left_out[name.removesuffix(".weight")]) >= weight.shape[1] - num_kept(weight.shape[1], 0.8 * 0.5)
 
 
 def semi_runs(rank, world_size, runs):
@@ -185,27 +156,21 @@ def semi_runs(rank, world_size, runs):
 @pytest.mark.slow
 def test_semi_divides_by_its_pretest_says_so_and_goes_on_bit_for_bit(tmp_path):
     common = {
-        "hotspa_strategies": "tp4:60",
-        "hotspa_stragglers": "semi",
-        "hotspa_resize_columns": "pri",
+        "max_steps": STEPS, "hotspa_strategies": "tp4:60", "hotspa_stragglers": "semi", "hotspa_resize_columns": "pri",
         "hotspa_resize_period": 2,
-    }
-    runs = [(str(tmp_path / "a"), None, common), (str(tmp_path / "b"), str(tmp_path / "a" / "checkpoint-7"), common)]
-    results = run_ranks(4, semi_runs, runs)
-    curves, ((losses, _left, shares, said, _), resumed) = results[0]
+    }  # fmt: skip
+    results = run_ranks(4, semi_runs, resumed_runs(tmp_path, common, [7]))
+    curves, ((whole, resumed), said) = results[0]
     for other, _ in results[1:]:
         assert other == curves
     assert [len(found) for found in curves.values()] == [2, 1]
     assert all(seconds >= 0.0 for found in curves.values() for curve in found for seconds in curve)
     assert all(sum(curve) > 0.0 for found in curves.values() for curve in found)
     assert "hotspa_stragglers=semi: this run is not exact" in said[0]
-    lost = [given[1] + mine for (given, _), (_, mine) in zip(shares, results[1][1][0][2], strict=True)]
+    lost = [share for [(_, share)] in results[1][1][0][0].seen]
     assert [step for step, share in enumerate(lost, 1) if share > 0.1] == [6, 7, 8]
     # with products of 3.2 and the rest of 0.2, three quarters of the products would make it as fast as before; what
     # migrates makes the others slower, so it may lose less
     assert all(0.5 < share <= 0.76 for share in lost[5:8])
     assert lost[8] < 0.1  # as fast as the others in the eighth, and so at once: it is called slow for one more
-    state = resumed[4]
-    assert state["curves"] == results[1][1][0][4]["curves"] == results[1][1][1][4]["curves"]
-    assert resumed[0] == {step: loss for step, loss in losses.items() if step > 7}
-    assert contents(newest(tmp_path / "b")) == contents(newest(tmp_path / "a"))
+    check_resumed(tmp_path, whole.losses, {7: resumed.losses})

@@ -89,48 +89,6 @@ def test_a_token_keeps_its_mask_in_every_pack():
     assert torch.equal(kept(token_keys(1, 2, pack_of([9], [(4, 0)])), some, 0.5), alone[0][:, [3, 4, 60]])
 
 
-# --------------------------------------------------------------------------------------------------- the statistics
-
-
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_elements_are_dropped_at_the_rate(p):
-    """The whole, every token and every feature: within five standard deviations, and with the variance of coin tosses."""
-    dropped = (~mask(p)).double()
-    variance = p * (1 - p)
-    assert abs(dropped.mean() - p) < 5 * math.sqrt(variance / dropped.numel())
-    for dim, count in ((0, TOKENS), (1, WIDTH)):
-        means = dropped.mean(dim)
-        deviation = (means - p) / math.sqrt(variance / count)
-        assert deviation.abs().max() < 5.5
-        assert 0.8 < deviation.square().mean() < 1.25
-
-
-OTHERS = {
-    "seed": {"seed": 9},
-    "step": {"step": 3},
-    "row": {"row": 4},
-    "module": {"module": "layers.1.lora_dropout.default"},
-}
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_masks_are_independent(p):
-    """Neighbouring tokens and features, and masks of other seeds, steps, rows and modules, are uncorrelated."""
-    dropped = (~mask(p)).double() - p
-
-    def correlation(a, b):
-        return float((a * b).sum() / (p * (1 - p)) / math.sqrt(a.numel()))  # in standard deviations
-
-    for shift in (1, 2, 3, 4, 8, 16, 31, 32, 64, 128):
-        assert abs(correlation(dropped[shift:], dropped[:-shift])) < 5
-        assert abs(correlation(dropped[:, shift:], dropped[:, :-shift])) < 5
-    for change in OTHERS.values():
-        assert abs(correlation(dropped, (~mask(p, **change)).double() - p)) < 5
-    # corners of rectangles: what a key of tokens XOR one of features would have in common
-    square = dropped[:-1, :-1] * dropped[1:, :-1] * dropped[:-1, 1:] * dropped[1:, 1:] / (p * (1 - p)) ** 2
-    assert abs(float(square.sum()) / math.sqrt(square.numel())) < 6
-
-
 def test_the_expectation_is_what_goes_in():
     masks = DropoutMasks(5, None, False)
     masks.begin(PackedSequences((TOKENS,), torch.tensor([0, TOKENS])), pack_of([TOKENS], [(0, 0)]), whole=None)
@@ -174,28 +132,41 @@ def pair_mask(p=0.3, seed=1, step=2, row=3, module="layers.0.self_attn", heads=(
     return drawn.keep(0, (0, length), (0, length))
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5])
-def test_attention_probabilities_are_dropped_at_the_rate_and_independently(p):
-    """Of the whole, each head, query token and key token; and uncorrelated with neighbours, heads and other keys."""
-    dropped = (~pair_mask(p)).double()
+def correlation(a, b, p):
+    """Of what is dropped beyond the rate, in standard deviations."""
+    return abs(float((a * b).sum() / (p * (1 - p)) / math.sqrt(a.numel())))
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("draw", [mask, pair_mask])
+def test_elements_are_dropped_at_the_rate_and_independently(draw, p):
+    """The whole, every token, feature, head and key: within five standard deviations, and with the variance of coin tosses.
+    Neighbours, and masks of other seeds, steps, rows, modules and heads, are uncorrelated."""
+    dropped = (~draw(p)).double()
     variance = p * (1 - p)
     assert abs(dropped.mean() - p) < 5 * math.sqrt(variance / dropped.numel())
-    for dims in ((1, 2), (0, 2), (0, 1)):
-        means = dropped.mean(dims)
-        deviation = (means - p) / math.sqrt(variance * means.numel() / dropped.numel())
+    for dim, count in enumerate(dropped.shape):
+        means = dropped.movedim(dim, 0).flatten(1).mean(1)
+        deviation = (means - p) / math.sqrt(variance * count / dropped.numel())
         assert deviation.abs().max() < 5.5
+        assert count < TOKENS or 0.8 < deviation.square().mean() < 1.25
     dropped -= p
+    for shift in (1, 2, 3, 4, 8, 16, 31, 32, 64, 128):
+        assert correlation(dropped[..., shift:, :], dropped[..., :-shift, :], p) < 5
+        assert correlation(dropped[..., shift:], dropped[..., :-shift], p) < 5
+    others = [{"seed": 9}, {"step": 3}, {"row": 4}, {"module": "layers.1"}]
+    for change in [*others, {"heads": (4, 8)}] if draw is pair_mask else others:
+        assert correlation(dropped, (~draw(p, **change)).double() - p, p) < 5
 
-    def correlation(a, b):
-        return float((a * b).sum() / variance / math.sqrt(a.numel()))  # in standard deviations
 
-    for shift in (1, 2, 3, 8, 16, 32, 64):
-        assert abs(correlation(dropped[:, shift:], dropped[:, :-shift])) < 5
-        assert abs(correlation(dropped[..., shift:], dropped[..., :-shift])) < 5
-    assert abs(correlation(dropped, dropped.transpose(1, 2))) < 8  # pairs are counted twice
-    assert abs(correlation(dropped[1:], dropped[:-1])) < 5
-    for change in ({"seed": 9}, {"step": 3}, {"row": 4}, {"module": "layers.1.self_attn"}, {"heads": (4, 8)}):
-        assert abs(correlation(dropped, (~pair_mask(p, **change)).double() - p)) < 5
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_keys_of_tokens_features_and_heads_leave_nothing_in_common(p):
+    dropped, pairs = ((~draw(p)).double() - p for draw in (mask, pair_mask))
+    # corners of rectangles: what a key of tokens XOR one of features would have in common
+    square = dropped[:-1, :-1] * dropped[1:, :-1] * dropped[:-1, 1:] * dropped[1:, 1:] / (p * (1 - p)) ** 2
+    assert abs(float(square.sum()) / math.sqrt(square.numel())) < 6
+    assert correlation(pairs, pairs.transpose(1, 2), p) < 8  # pairs are counted twice
+    assert correlation(pairs[1:], pairs[:-1], p) < 5
 
 
 def test_a_pair_of_tokens_keeps_its_mask_in_every_pack_shard_and_block():

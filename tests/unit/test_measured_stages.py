@@ -1,4 +1,4 @@
-"""A cut by measured seconds is one cut: of layouts, time model, memory model, nested orders and plans alike."""
+"""A cut by measured seconds is one cut: of layouts, time model, memory model and plans alike."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import stage_of_unit, strategy_layout
-from hf_hotspa.layout.stages import StageCosts, nested_orders
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy
@@ -53,16 +53,12 @@ def test_one_cut_everywhere() -> None:
     assert first.b == pytest.approx(3 * second.b, rel=1e-3)  # layers are weighed by what was measured
     held = [sum(strategy_layout(vector, PP2).rank_sizes(rank)) for rank in range(2)]
     assert held[0] < sum(strategy_layout(by_count, PP2).rank_sizes(0))
+    shapes = ModelSizes(description.shape, measured=HEAVY)  # the arithmetic without a vector
+    assert shapes.layers_of_stages(2) == cut
+    assert [stage.num_layers for stage in shapes.stages(PP2)] == [1, 3]
     memory = MemoryModel(sizes, 2)
     assert memory.arena_bytes(PP2) > MemoryModel(replace(sizes, vector=by_count), 2).arena_bytes(PP2)
     assert sum(held) == sum(sum(strategy_layout(by_count, PP2).rank_sizes(rank)) for rank in range(2))
-
-
-def test_the_arithmetic_on_shapes_cuts_alike() -> None:
-    shape = describe_model(tiny_model(FAMILY), None).shape
-    sizes = ModelSizes(shape, measured=HEAVY)
-    assert sizes.layers_of_stages(2) == HEAVY.stages(2)
-    assert [stage.num_layers for stage in sizes.stages(PP2)] == [1, 3]
 
 
 def test_a_cut_moves_nothing_in_the_vector_and_changes_its_digest() -> None:
@@ -73,13 +69,6 @@ def test_a_cut_moves_nothing_in_the_vector_and_changes_its_digest() -> None:
     assert vector.with_measured(None) == by_count
     with pytest.raises(HotspaConfigError, match="costs of 3 layers for a model of 4"):
         by_count.with_measured(StageCosts((1, 1, 1)))
-
-
-def test_orders_of_shards_follow_the_cut() -> None:
-    pool = [Strategy(tp=4), Strategy(tp=2, pp=2), Strategy(dp=4)]
-    vector = describe_model(tiny_model(FAMILY), None).vector
-    even, heavy = (nested_orders(pool, vector.layer_costs, costs) for costs in (vector.stage_costs, HEAVY))
-    assert even.keys() == heavy.keys()
 
 
 def test_a_plan_with_a_calibration_cuts_as_training_does(tmp_path: object) -> None:
@@ -95,15 +84,3 @@ def test_a_plan_with_a_calibration_cuts_as_training_does(tmp_path: object) -> No
     assert setup.sizes.measured is not None
     for pp in (2, 4):
         assert setup.sizes.layers_of_stages(pp) == trained.stages(pp)
-
-
-@pytest.mark.parametrize(("place", "heavy"), [(0, 5), (3, 7), (7, 4), (4, 20)])
-def test_one_heavy_layer_costs_the_slowest_stage_no_more_than_the_best_of_all_cuts(place: int, heavy: int) -> None:
-    from tests.unit.test_stages import cuts, slowest
-
-    costs = tuple(heavy if layer == place else 1 for layer in range(8))
-    calibration = made_calibration(tiny_model(FAMILY), 2, {1: Cost(b=1e-6)}, hop=Hop(1e-6, 1e-10))
-    measured = calibration.stage_costs(costs)
-    for pp in (2, 3, 4):
-        best = min(slowest(measured, cut) for cut in cuts(8, pp))
-        assert slowest(measured, measured.stages(pp)) <= 1.05 * best
