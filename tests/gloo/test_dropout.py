@@ -1,6 +1,7 @@
 """Dropout: every strategy drops what the plain model drops with the same keys; a mini-batch done again, the same."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ PLAIN = "plain_with_masks"
 
 
 def plain_attention(module, query, key, value, mask, dropout=0.0, scaling=None, **kwargs):
-    """Attention of one sequence written down as it is defined, by autograd; what is dropped comes from `module.masks`."""
+    """Attention of one sequence written down as it is defined, by autograd; `module.keeps(p, heads, length)`: what is not dropped."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -40,15 +41,19 @@ def plain_attention(module, query, key, value, mask, dropout=0.0, scaling=None, 
         scores = torch.cat([scores, kwargs["s_aux"].reshape(1, -1, 1, 1).expand(1, -1, length, 1)], -1)
     weights = scores.softmax(-1)[..., :length]
     if dropout and module.training:
-        name, masks = module.masks
-        pairs = torch.stack([torch.arange(length) + (head << 32) for head in range(query.shape[1])]).flatten()
-        keep = kept(masks.pack.token_keys, feature_keys(f"{name} probabilities 0", pairs), dropout)
-        weights = weights * keep.view(length, -1, length).transpose(0, 1) / (1 - dropout)
+        weights = weights * module.keeps(dropout, query.shape[1], length) / (1 - dropout)
     return (weights @ value).transpose(1, 2), None
 
 
 AttentionInterface.register(PLAIN, plain_attention)
 AttentionMaskInterface.register(PLAIN, lambda *args, **kwargs: None)
+
+
+def pairs_kept(name, masks, p, num_heads, length):
+    """bool [H, length, length], as an attention of this name drops pairs of tokens of a sequence alone in its pack."""
+    pairs = torch.stack([torch.arange(length) + (head << 32) for head in range(num_heads)]).flatten()
+    keep = kept(masks.pack.token_keys, feature_keys(f"{name} probabilities 0", pairs), p)
+    return keep.view(length, num_heads, length).transpose(0, 1)
 
 
 def keyed_reference(model, rows, step=STEP):
@@ -62,7 +67,7 @@ def keyed_reference(model, rows, step=STEP):
     bare.set_attn_implementation(PLAIN)
     for name, module in bare.named_modules():
         if calls_attention(module):
-            module.masks = name, masks
+            module.keeps = partial(pairs_kept, name, masks)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
     total = 0.0
     with exact_in_double(torch.float64):

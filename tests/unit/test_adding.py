@@ -53,9 +53,7 @@ def files_of(title):
 )
 def test_the_files_that_read_an_option_or_a_degree_are_those_of_the_page(title, name, binding):
     files = {str(p.relative_to(ROOT)) for p in PRODUCT if re.search(rf"\.{name}\b", p.read_text())}
-    reading = {
-        file for file in files if not file.startswith("hf_hotspa/features/pipedream/")
-    }  # it names what it allows
+    reading = {f for f in files if not f.startswith("hf_hotspa/features/pipedream/")}  # it names what it allows
     assert {*reading, *binding} == set(files_of(title))
     assert len(files_of(title)) <= 8
 
@@ -147,25 +145,12 @@ def test_a_feature_is_removed_with_its_folder_and_one_line(tmp_path):
     shutil.rmtree(root / "hf_hotspa" / "features" / "pipedream")
     seam = root / "hf_hotspa" / "seam.py"
     seam.write_text(seam.read_text().replace('    "pipedream",\n', ""))
-    for path in [*(root / "tests").rglob("test_pipedream*.py")]:
+    for path in (root / "tests").rglob("test_pipedream*.py"):
         path.unlink()
     assert run_in(root, "-m", "tests.contract.features").returncode == 0  # the page of features is made anew
-    done = run_in(
-        root,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "-m",
-        "not slow and not gpu",
-        "-p",
-        "no:cacheprovider",
-        "--deselect",  # the hook `runner` has one user then
-        "tests/contract/test_features.py::test_a_hook_has_more_than_one_user",
-        "tests/unit",
-        "tests/contract",
-    )
+    has_one_user = "tests/contract/test_features.py::test_a_hook_has_more_than_one_user"  # the hook `runner` then
+    options = f"-q -n 2 -p no:cacheprovider --deselect {has_one_user} tests/unit tests/contract"
+    done = run_in(root, "-m", "pytest", "-m", "not slow and not gpu", *options.split())
     assert done.returncode == 0, done.stdout[-5000:]
 
 
@@ -204,9 +189,9 @@ def test_an_optimizer_and_a_loss():
     halved = trainer.last_report.loss
     moved = torch.cat([(p.detach() - before[name]).flatten().abs() for name, p in trainer.model.named_parameters()])
     assert moved.max() > 0
-    assert torch.allclose(moved[moved > 0], torch.tensor(1e-3), atol=1e-6), (
-        "signs of gradients, times the learning rate"
-    )
+    assert torch.allclose(
+        moved[moved > 0], torch.tensor(1e-3), atol=1e-6
+    )  # signs of gradients, times the learning rate
     trainer.close_engine()
     for row in rows:
         row["weights"] = [1.0] * len(row["input_ids"])

@@ -19,11 +19,13 @@ from hf_hotspa.costs.divided import (
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.specs import describe_model
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import pack_sequences
 from hf_hotspa.packing.cuts import Shares, share_by_cost, share_by_tokens
 from hf_hotspa.search.histogram import synthetic_lengths
 from hf_hotspa.strategy import Strategy, parse_buckets
+from tests.tiny_families import tiny_model_of
 
 LLAMA_8B = ModelShape("llama", 32, 32, 8, 4096, 4096, 128256, 218_112_000)
 QWEN_7B = ModelShape("qwen2", 28, 28, 4, 3584, 3584, 152064, 233_057_792)
@@ -123,3 +125,9 @@ def test_what_cannot_run_is_refused_with_a_fix(buckets: str, way: str, schedule:
     assert says in str(caught.value)
     assert caught.value.fix
     RunOptions("gpipe", AUTO, "cuda").check(parse_buckets("cp4:4096,dp2tp2:8192"), LLAMA_8B)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "mistral", "qwen3"])
+def test_a_window_rules_out_the_ring_wherever_a_forward_reads_it(family: str) -> None:
+    reason = describe_model(tiny_model_of(family)).shape.ring_unsupported_reason or "none"
+    assert ("none" if family == "llama" else "a sliding window of 5 tokens") in reason

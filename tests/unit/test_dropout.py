@@ -1,6 +1,7 @@
 """Keyed dropout: its hash, its statistics, and what of a model's dropout is refused."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import BLOCK_ELEMENTS, AttentionDropout, ExplicitAttention, PackedSequences, Scores
 from hf_hotspa.parallel.fused_attention import attend_by
 from tests.families import tiny_model
+from tests.gloo.test_dropout import plain_attention
 from tests.tiny_families import tiny_model_of
 
 TOKENS, WIDTH = 256, 512
@@ -203,17 +205,11 @@ def test_explicit_attention_is_autograd_of_the_definition(window, softcap, with_
     monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", 4 * 20 * 3)
     kernel = ExplicitAttention(tuple(zip(lengths, lengths, strict=True)), Scores(0.4, window, softcap, dropout))
     out = attend_by(query[None], key[None], value[None], sinks if with_sinks else None, kernel)[0]
+    options = {"softcap": softcap, "sliding_window": window, "s_aux": sinks if with_sinks else None}
     parts = []
-    for index, (q, k, v) in enumerate(zip(*(x.split(lengths, 1) for x in given[:3]), strict=True)):
-        k, v, length = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), q.shape[1]
-        scores = q @ k.transpose(1, 2) * 0.4
-        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        distance = torch.arange(length)[:, None] - torch.arange(length)
-        scores = scores.masked_fill((distance < 0) | (distance >= (window or length)), -torch.inf)
-        if with_sinks:
-            scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
-        weights = scores.softmax(-1)[..., :length] * keep[index, :, :length, :length] / (1 - p)
-        parts.append(weights @ v)
+    for index, qkv in enumerate(zip(*(x[None].split(lengths, 2) for x in given[:3]), strict=True)):
+        module = SimpleNamespace(training=True, keeps=lambda p, heads, n, index=index: keep[index, :, :n, :n])
+        parts.append(plain_attention(module, *qkv, None, p, 0.4, **options)[0][0].transpose(0, 1))
     expected = torch.cat(parts, 1)
     assert torch.allclose(out, expected, rtol=0, atol=1e-14)
     of_out = torch.randn(out.shape, generator=generator, dtype=torch.float64)

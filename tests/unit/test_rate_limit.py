@@ -8,10 +8,8 @@ import torch
 
 from benchmarks.rate_limit import IN, OUT, DevicePorts, NodePorts, RateLimitedTransport  # type: ignore[import-not-found]
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.engine.executor import SwitchExecutor
 from hf_hotspa.errors import HotspaConfigError, TransferError
 from tests.loopback import LoopbackHub
-from tests.switch_cases import check_rank, clone, load_case
 
 CLUSTER = Cluster(4, 2)
 
@@ -71,21 +69,6 @@ def test_each_nic_is_busy_for_its_bytes_between_nodes(sizes: dict[tuple[int, int
     transports, clocks = world(hub, 100.0)
     exchange(transports, sizes)
     assert [clock.now - 100.0 for clock in clocks] == pytest.approx(seconds)
-    hub.close()
-
-
-def test_a_switch_over_slow_links_is_the_same_switch() -> None:
-    case = load_case(7, "master", 4)
-    hub, targets = LoopbackHub(4), clone(case.targets)
-    transports, _ = world(hub, 1e3)
-    runs = [
-        SwitchExecutor(transport, rank, 1 << 20).steps(case.plan, case.sources[rank], targets[rank], case.wires, 3)
-        for rank, transport in enumerate(transports)
-    ]
-    while runs:
-        runs = [run for run in runs if next(run, StopIteration) is not StopIteration]
-    for rank in range(4):
-        check_rank(case, rank, targets[rank])
     hub.close()
 
 

@@ -26,14 +26,6 @@ from hf_hotspa.plan.switch_plan import overlapped_seconds
 TWO_NODES = Cluster(8, 4)
 
 
-def loads(shares, demands, key):
-    found = dict.fromkeys(range(64), 0.0)
-    for demand in demands:
-        for rank, share in shares[key(demand)]:
-            found[rank] += share * demand.num_bytes
-    return found
-
-
 def test_demands_and_pulls_of_classes():
     classes = [PieceClass(8.0, (0, 1), (1, 2, 5, 6)), PieceClass(4.0, (0, 1), (2, 3))]
     assert demands_of(classes, TWO_NODES) == [Demand((0, 1), 1, (5, 6), 8.0)]
@@ -49,20 +41,6 @@ def test_relaying_pays_where_the_node_is_faster_than_its_nics():
     assert not relay_pays(Cluster(16, 8, intra_bandwidth=25e9))
 
 
-# ------------------------------------------------------------------------------------------------ landing
-
-
-# ------------------------------------------------------------------------------------------------ sending
-
-
-def test_owners_are_balanced():
-    cluster = Cluster(12, 4)
-    demands = [Demand((0, 4), 2, (8,), 8.0), Demand((0,), 2, (9,), 2.0), Demand((1, 5), 2, (10, 11), 6.0)]
-    shares = sending_shares(demands, cluster, neighbours=False)
-    sent = loads(shares, demands, lambda d: (d.owners, d.node))
-    assert [sent[r] for r in (0, 4, 1, 5)] == pytest.approx([5.0, 5.0, 3.0, 3.0], rel=0.02)
-
-
 def test_a_single_owner_is_helped_by_its_neighbours():
     demands = [Demand((0,), 1, (4, 5, 6, 7), 8.0)]
     assert sending_shares(demands, TWO_NODES) == {((0,), 1): tuple((r, 0.25) for r in range(4))}
@@ -75,9 +53,6 @@ def test_pulls_go_to_the_owners_that_forward_least():
     shares = pulling_shares([Pull((0, 1), 2, 4.0), Pull((0, 1), 3, 2.0)], {0: 4.0})
     assert dict(shares[0, 1]) == pytest.approx({0: 1 / 6, 1: 5 / 6})
     assert pulling_shares([Pull((0, 1), 2, 4.0)]) == {(0, 1): ((0, 0.5), (1, 0.5))}
-
-
-# ------------------------------------------------------------------------------------------------ against the optimum
 
 
 def ratio(classes, cluster):

@@ -45,12 +45,6 @@ def test_a_slow_stage_gets_fewer_layers_and_an_even_cut_comes_back():
     assert sizes(cut, 2) == [6, 2]
     assert sizes(cut, 4) == [2, 2, 2, 2]  # no pipeline of the pool
     assert after(cut, [PP2], None) == EIGHT
-    assert sizes(after(EIGHT, [PP4], (1.0, 0.25, 1.0, 1.0)), 4) == [2, 1, 2, 3]
-    heavy = StageCosts((1,) * 8, head=4)
-    assert sizes(heavy, 2) == [6, 2]
-    assert sizes(after(heavy, [PP2], (0.5, 1.0)), 2) == [4, 4]
-    one_each = StageCosts((1, 1))
-    assert after(one_each, [PP2], (1.0, 0.1)) == one_each
 
 
 @settings(max_examples=60)
@@ -62,12 +56,15 @@ def test_the_cut_is_the_fastest_of_all(data: Any) -> None:
     head, embedding = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 3))
     sends = tuple(data.draw(st.lists(st.integers(0, 9), min_size=len(layers) - 1, max_size=len(layers) - 1)))
     costs = StageCosts(tuple(layers), head, embedding, sends)
-    found = costs.with_step_times((step_times,)).stages(depth)
     every = [
         tuple(range(a, b) for a, b in pairwise((0, *cut, len(layers))))
         for cut in combinations(range(1, len(layers)), depth - 1)
     ]
-    assert throughput(costs, found, [step_times]) == max(throughput(costs, stages, [step_times]) for stages in every)
+    best = max(throughput(costs, stages, [step_times]) for stages in every)
+    assert throughput(costs, costs.with_step_times((step_times,)).stages(depth), [step_times]) == best
+    cut = after(costs, [Strategy(pp=depth)], tuple(100 / step_time for step_time in step_times)).stages(depth)
+    even = throughput(costs, costs.stages(depth), [step_times])
+    assert throughput(costs, cut, [step_times]) == (best if best >= (1 + LEAST_GAIN) * even else even)
     assert costs.with_step_times(((USUAL_STEP_TIME,) * depth,)).stages(depth) == costs.stages(depth)
 
 
@@ -105,12 +102,6 @@ def test_a_cut_is_left_for_one_that_is_faster_by_a_share_at_least():
     gain = throughput(cut, other.stages(2), [[100, 250]]) / throughput(cut, cut.stages(2), [[100, 250]])
     assert gain >= 1 + LEAST_GAIN
     assert after(other, [PP2], None) == hundred
-
-
-def test_stage_loads_are_what_each_stage_has_to_do():
-    cut = after(EIGHT, [PP2], (1.0, 1 / 3))
-    assert stage_loads(cut) == ((1.5, 0.5),)
-    assert stage_loads(EIGHT) == ()
 
 
 def test_time_model_cuts_alike_and_knows_the_step_times_of_stages():

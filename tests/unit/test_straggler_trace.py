@@ -10,14 +10,6 @@ trace = importlib.import_module("straggler_trace")
 TRACE = Path(__file__).parents[1] / "data" / "straggler_trace.parquet"
 
 
-def test_a_pipeline_of_two_stages():
-    packs = [([1.0, 1.0], [2.0, 2.0])] * 2
-    # 1F1B: two forwards on the first stage, the last backward of the second, and of the first
-    assert trace.replica_seconds(packs) == 1 + (1 + 2) * 2 + 2
-    assert trace.replica_seconds(packs[:1]) == 6.0
-    assert trace.replica_seconds([]) == 0.0
-
-
 def test_slow_replicas_are_told_from_long_micro_batches():
     usual, slow = ([1.0], [2.0]), ([3.0], [6.0])
     steps = [[[usual] * 8, [slow] * 8]] * 3

@@ -147,17 +147,6 @@ def test_every_program_comes_to_its_end_with_the_right_weights(data):
         )
 
 
-def test_a_replica_waits_for_units_of_passes_that_it_had_no_part_in():
-    """The head and the last layer are there when it turns round, loaded for the pass of another replica before."""
-    units = units_of(4)
-    program = program_of(units, "dp2+ck5+z3", [[[3]], [[14]]])
-    turn = next(one for one in program.stages[0] if one.is_backward)
-    assert turn.replicas == (0, 1)
-    assert all(program.transfers[visit.load] == (visit.unit, True) for visit in turn.visits)
-    for seed in range(40):
-        run(program, units, True, 2, seed)
-
-
 def test_replicas_in_chunks_meet_chunk_by_chunk_on_every_stage():
     """Each runs its own chunks, forward in their order and backward against it, and sits out what others have."""
     strategy, replicas = Strategy.parse("dp3pp2+ck4+z3"), [[[10], [4]], [[4, 3], [9]], []]
