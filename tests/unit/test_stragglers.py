@@ -372,21 +372,15 @@ def test_a_replica_is_as_fast_as_its_slowest_rank():
     assert Speeds(cut.ranks).replica_speeds(Strategy(2, 1, 2)) == (0.5, 1.0)
 
 
-def test_speeds_hold_when_nobody_has_planned_ahead_and_go_on_from_a_state():
+def test_speeds_apply_from_the_next_mini_batch_on_and_go_on_from_a_state():
     slow, slower = Speeds((1.0, 0.5)), Speeds((1.0, 0.25), ((1.5, 0.5), (1.0, 1.0, 2.0)))
-    history = SpeedHistory(delay=2)
-    assert history.trained(0, None) is None
-    assert history.trained(4, slow) == 7
-    assert [history.of(n) for n in range(5, 9)] == [None, None, slow, slow]
-    assert history.trained(5, slow) is None
-    assert history.trained(6, slower) == 9
-    resumed = SpeedHistory(delay=2)
+    history, resumed = SpeedHistory(), SpeedHistory()
+    assert [history.trained(*each) for each in ((0, None), (4, slow), (5, slow), (6, slower))] == [None, 5, None, 7]
     resumed.load_state_dict(json.loads(json.dumps(history.state_dict())))
-    assert (
-        [resumed.of(n) for n in range(7, 11)] == [history.of(n) for n in range(7, 11)] == [slow, slow, slower, slower]
-    )
-    assert resumed.trained(7, None) == 10
-    assert [resumed.of(n) for n in (8, 9, 10)] == [slow, slower, None]
+    for each in (history, resumed):
+        assert [each.of(n) for n in range(5, 9)] == [slow, slow, slower, slower]
+    assert resumed.trained(7, None) == 8
+    assert [resumed.of(n) for n in (7, 8)] == [slower, None]
     resumed.restart()
     assert resumed.of(0) is None
     for damage in (

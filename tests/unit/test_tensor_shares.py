@@ -212,9 +212,9 @@ def test_a_group_that_divides_by_speed_is_a_faster_stage_and_replica():
     assert slow == pytest.approx(100 / faster, rel=0.01)
     assert Speeds((1.0, 0.25, 1.0, 1.0)).replica_speeds(two) == (0.25, 1.0)
     assert works_by_degree(even, [two]) == ()
-    history = SpeedHistory(0)
+    history = SpeedHistory()
     history.trained(0, Speeds((1.0, 0.25, 1.0, 1.0), works=works))
-    resumed = SpeedHistory(0)
+    resumed = SpeedHistory()
     resumed.load_state_dict(json.loads(json.dumps(history.state_dict())))
     assert resumed.of(1) == history.of(1)
     with pytest.raises(HotspaConfigError, match="works of another number of ranks"):

@@ -92,18 +92,17 @@ def kept(tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], p: floa
     """Which elements stay: bool [T, F], each with probability 1 - p (p below 1), from the `token_keys` of T tokens and the
     `feature_keys` of F features."""
     (low_t, high_t), (low_f, _) = tokens, features
-    least = round(p * 2**32) - 2**31
     num_tokens, width = low_t.shape[0], low_f.shape[0]
     mask = torch.empty(num_tokens, width, dtype=torch.bool, device=low_t.device)
     rows = max(1, _AT_A_TIME // max(width, 1)) if low_t.device.type == "cpu" else max(num_tokens, 1)
     for begin in range(0, num_tokens, rows):
         place = slice(begin, begin + rows)
-        _hash_at_least(least, (low_t[place], high_t[place]), features, mask[place])
+        _keep(p, (low_t[place], high_t[place]), features, mask[place])
     return mask
 
 
-def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], out: Tensor) -> None:
-    """Whether the hashes of tokens and features, broadcast to the shape of `out`, are at least `least`."""
+def _keep(p: float, tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Whether the hashes of tokens and features, broadcast to the shape of `out`, are above the lowest part p."""
     (low_t, high_t), (low_f, high_f) = tokens, features
     x = low_t ^ low_f
     x *= _MUR_1
@@ -111,7 +110,7 @@ def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Te
     x += high_t
     x ^= high_f
     x *= _MUR_2
-    torch.ge(x, least, out=out)
+    torch.ge(x, round(p * 2**32) - 2**31, out=out)
 
 
 class _PairMasks:
@@ -119,7 +118,7 @@ class _PairMasks:
     model; the pack has token keys."""
 
     def __init__(self, module: str, p: float, heads: range, pack: PackedSequences) -> None:
-        self._module, self._least, self._heads, self._pack = module, round(p * 2**32) - 2**31, heads, pack
+        self._module, self._p, self._heads, self._pack = module, p, heads, pack
         self._keys: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, index: int, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
@@ -128,11 +127,10 @@ class _PairMasks:
         assert pack.token_keys is not None
         start = sum(pack.lengths[:index])
         tokens = [part[start + queries[0] : start + queries[1]] for part in pack.token_keys]
-        low_k, high_k = (part[:, None, low:high] for part in self._keys_of(index, tokens[0].device))
-        mask = torch.empty(
-            len(self._heads), queries[1] - queries[0], high - low, dtype=torch.bool, device=tokens[0].device
-        )
-        _hash_at_least(self._least, (tokens[0], tokens[1]), (low_k, high_k), mask)
+        device = tokens[0].device
+        low_k, high_k = (part[:, None, low:high] for part in self._keys_of(index, device))
+        mask = torch.empty(len(self._heads), queries[1] - queries[0], high - low, dtype=torch.bool, device=device)
+        _keep(self._p, (tokens[0], tokens[1]), (low_k, high_k), mask)
         return mask
 
     def _keys_of(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -342,7 +340,7 @@ class EmbeddingNoise:
         keys = micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths)  # padding alone
         begin = 0
         for length, key, (before, whole) in zip(micro_batch.lengths, keys, cuts, strict=True):
-            generator.manual_seed(self._seed_of(key))
+            generator.manual_seed(_key(self._seed, self.step, *key) % 2**64 >> 1)
             magnitude = self._alpha / math.sqrt(whole * like.shape[-1])
             place = noise[:, begin : begin + length]
             if length == whole:
@@ -353,7 +351,3 @@ class EmbeddingNoise:
                 place.copy_(drawn[:, before : before + length])
             begin += length
         return noise.to(like.dtype)
-
-    def _seed_of(self, key: tuple[int, int]) -> int:
-        text = f"{self._seed} {self.step} {key[0]} {key[1]}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

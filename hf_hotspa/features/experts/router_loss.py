@@ -16,7 +16,7 @@ one adds its value, and each gets the gradient to its logits at that point, so t
 sequence (`ChunkRouters`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,25 +38,27 @@ tokens."""
 
 
 class ChunkRouters:
-    """The routers of a chunk of a sequence in one forward."""
+    """The routers of a chunk of a sequence in one forward: stores each router's `logits` [tokens, E], and the chunk's number of
+    labels. `loss_of`: the loss as a function of a router's logits [T, E] and the sequence's number of labels."""
 
-    def __init__(self, owner: object, prefix: ChunkPrefix) -> None:
+    def __init__(
+        self,
+        owner: object,
+        prefix: ChunkPrefix,
+        logits: list[Tensor],
+        num_labels: int,
+        loss_of: Callable[[Tensor, int], Tensor],
+    ) -> None:
         self.is_last, self._index = not prefix.continues, len(prefix.chunks)
         self._sequence: RoutersOfChunks = prefix.left_by(owner)
-        self._in_graph: list[Tensor] = []
-        self._loss_of: Callable[[Tensor, int], Tensor] | None = None
+        self._sequence[self._index] = [own.detach() for own in logits], num_labels
+        self._in_graph, self._loss_of = logits, loss_of
         prefix.more_roots.append(self.roots)
 
     @property
     def num_labels(self) -> int:
         """Label tokens of the sequence, in the chunks that have run."""
         return sum(num_labels for _, num_labels in self._sequence.values())
-
-    def leave(self, logits: Sequence[Tensor], num_labels: int, loss_of: Callable[[Tensor, int], Tensor]) -> None:
-        """Stores each router's logits [tokens, E], the chunk's number of labels, and the loss as a function of a router's
-        logits [T, E] and the sequence's number of labels."""
-        self._sequence[self._index] = [own.detach() for own in logits], num_labels
-        self._in_graph, self._loss_of = list(logits), loss_of
 
     def whole(self, router: int, own: Tensor) -> Tensor:
         """The sequence's logits [T, E], with `own` for this chunk."""
@@ -66,7 +68,7 @@ class ChunkRouters:
     def roots(self) -> list[tuple[Tensor, Tensor]]:
         """This chunk's logits in the graph, with the loss's gradients to them, once all chunks have run. Empty for the last
         chunk, whose loss includes them."""
-        if self.is_last or self._loss_of is None or not self.num_labels:
+        if self.is_last or not self.num_labels:
             return []
         roots = []
         for router, logits in enumerate(self._in_graph):
@@ -89,7 +91,7 @@ class RouterLoss(Attachment):
         num_seeds: E: of the probabilities of a document's tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, num_layers: int, writes: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, num_layers: int, writes: bool) -> None:
         recorder = router_outputs(model)
         self._function = balance_function(model)
         self.num_layers = num_layers
@@ -101,14 +103,15 @@ class RouterLoss(Attachment):
         self._logits: list[list[Tensor]] = [[] for _ in routers]
         for index, router in enumerate(routers):
             router.register_forward_hook(partial(self._record, index, recorder.index))
-        self.value = torch.zeros((), dtype=torch.float64)  # fp64 scalar, the sum since `bind`
+        self.bind()
 
     def bind(self) -> None:
-        self.value = torch.zeros((), dtype=torch.float64)
+        self.value = torch.zeros((), dtype=torch.float64)  # fp64 scalar, the sum since then
 
     def begin(self, *of_pack: object) -> None:
         """Begins a forward: drops what a recomputation may have recorded."""
-        self.clear()
+        for logits in self._logits:
+            logits.clear()
 
     def _record(self, index: int, output: int, module: nn.Module, args: object, out: Any) -> None:
         logits = out[output] if isinstance(out, tuple | list) else out
@@ -118,14 +121,11 @@ class RouterLoss(Attachment):
         """Lets a tape replace the loss while there is one."""
         self._taping = taping
 
-    @property
-    def recorded(self) -> list[Tensor]:
-        """The logits [t, E] of each router here in the last forward; empty if this rank has no router."""
-        return [torch.cat(logits) for logits in self._logits]
-
-    def clear(self) -> None:
-        for logits in self._logits:
-            logits.clear()
+    def _take(self) -> list[Tensor]:
+        """The logits [t, E] of each router here in the last forward, which are let go; empty if this rank has no router."""
+        recorded = [torch.cat(logits) for logits in self._logits]
+        self.begin()
+        return recorded
 
     def loss(
         self,
@@ -142,12 +142,10 @@ class RouterLoss(Attachment):
             return None
         labels, lengths = pack.labels[0], list(pack.lengths)
         counts = [int((own != IGNORE).sum()) for own in labels.split(lengths)]
-        of_routers = [tokens(logits).split(lengths) for logits in self.recorded]
-        self.clear()
+        of_routers = [tokens(logits).split(lengths) for logits in self._take()]
         loss_of = partial(self._loss_of, scale)
         if prefix is not None:
-            chunk = ChunkRouters(self, prefix)
-            chunk.leave([own[0] for own in of_routers], counts[0], loss_of)
+            chunk = ChunkRouters(self, prefix, [own[0] for own in of_routers], counts[0], loss_of)
             if not chunk.is_last:
                 return None
             of_routers = [(chunk.whole(router, own), *others) for router, (own, *others) in enumerate(of_routers)]
@@ -180,8 +178,7 @@ class RouterLoss(Attachment):
         self, tape: Tape, pack: MicroBatch, tokens: Callable[[Tensor], Tensor], is_counted: bool
     ) -> Tensor | None:
         """Writes router choices, and has the gradient of their seeds; its value is 0."""
-        recorded = self.recorded
-        self.clear()
+        recorded = self._take()
         wanted = tape.auxiliary is not None or tape.auxiliary_upstream is not None
         if not recorded or not wanted or is_idle(pack):
             return None

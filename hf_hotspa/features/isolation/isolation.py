@@ -13,7 +13,7 @@ of transformers (qwen3_next, qwen3_5, olmo_hybrid, ...) mix tokens only in `caus
 provides what these need of tokens outside the row:
 
 * other documents: nothing. As many rows of zeros as the convolution looks back stand before each, and its state starts at 0;
-* the previous chunk (`+ck`): the state, and the last tokens before the convolution (`StatePrefix`);
+* the previous chunk (`+ck`): the state, and the last tokens before the convolution (`PackedSequences.carried`);
 * other ranks of cp: the last tokens of each piece before the convolution, gathered; for the recurrence, all tokens of some
   heads in exchange for some tokens of all heads (`parallel.context`), with heads of zeros if they do not divide.
 
@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from inspect import unwrap
 from itertools import accumulate
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,15 +113,7 @@ def _recompute_with_pack(
 ) -> Any:
     if not holder:  # the layer is called inside the recomputation, with its pack (transformers before 5.23)
         return recompute(function, *args, **kwargs)
-    pack = holder[-1]
-
-    def with_pack(*inputs: object, **named: object) -> Any:
-        holder.append(pack)
-        try:
-            return function(*inputs, **named)
-        finally:
-            holder.pop()
-
+    with_pack = partial(_holding_pack, forward=function, holder=holder, hotspa_pack=holder[-1])
     return recompute(with_pack, *args, **kwargs)
 
 
@@ -175,18 +167,6 @@ def _each_sequence(
 
 _CHUNKS = (16, 32, 64)  # possible chunk sizes of `delta_rule` in tokens; the cheapest is used
 _STEP = 1e6  # the cost of a step of the scan beside its products, in multiplications of one head
-
-
-class StatePrefix(Protocol):
-    """A layer's states before a row and, if the first sequence `continues`, behind it."""
-
-    continues: bool
-
-    def state(self, key: tuple[nn.Module, str], takes_gradient: bool) -> Tensor | None:
-        """The previous chunk's state, a leaf whose gradient goes back there; None for the first chunk."""
-        ...
-
-    def leave_state(self, key: tuple[nn.Module, str], state: Tensor) -> None: ...
 
 
 def mix_packed(module: nn.Module) -> None:
@@ -334,12 +314,8 @@ class _Places:
 
     def __init__(self, pack: PackedSequences, width: int, device: torch.device) -> None:
         division, back_by, is_carried = pack.division, width - 1, pack.carried is not None
-        pieces, ends, mine, self.most = (
-            [(i, 0, n) for i, n in enumerate(pack.lengths)],
-            dict[Any, int](),
-            list[int](),
-            0,
-        )
+        pieces = [(i, 0, n) for i, n in enumerate(pack.lengths)]
+        ends, mine, self.most = dict[tuple[int, int], int](), list[int](), 0
         if division is not None:
             ends, mine, self.most = _ends(division, back_by, back_by if is_carried else 0)
             pieces = list(division.shares.pieces[division.context.index])

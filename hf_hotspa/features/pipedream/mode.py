@@ -54,9 +54,8 @@ class PipeDream(Options):
         most = num_stages if self.vertical_sync else num_stages - stage
         if num_packs is None:
             return most
-        return max(
-            1, min(most, num_packs - self.delays(num_stages)[stage])
-        )  # the last updates come after the last forward
+        # the last updates come after the last forward
+        return max(1, min(most, num_packs - self.delays(num_stages)[stage]))
 
     def pack_versions(self, passes: Passes, stage: int) -> list[int]:
         """Returns the weight version that a stage runs each pack with, forward and backward. Never falls."""

@@ -108,7 +108,6 @@ class StageRunner(Runner):
         self._mode = mode
 
     def weight_copies(self, strategy: Strategy, rank: int) -> int:
-        """The most versions of trained weights that a rank holds."""
         return self._mode.most_versions(strategy.pp, strategy.coord(rank).pp)
 
     def updates(self, strategy: Strategy, groups: ProcessGroups, master: MasterStore) -> StageUpdates:

@@ -78,10 +78,6 @@ class LayerColumns:
     num_columns: int
     kept: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        assert list(self.kept) == sorted(set(self.kept)), "kept columns ascend, each once"
-        assert frozenset(range(self.num_columns)).issuperset(self.kept), "a kept column is outside of the product"
-
     @property
     def pruned(self) -> tuple[int, ...]:
         """P: the columns that are left out, ascending."""

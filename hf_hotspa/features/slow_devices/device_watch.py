@@ -65,7 +65,7 @@ class DeviceWatch(RunPart):
                     fix="leave these strategies out, or use hotspa_stragglers=watch",
                 )
         self._step_time = DeviceStepTime(engine, mode if mode in GIVING else None)
-        self.history = SpeedHistory(0) if mode == "balance" else None  # nothing is planned ahead of training
+        self.history = SpeedHistory() if mode == "balance" else None
         self._stages = stages if mode == "balance" else None
         self._has_replicas = any(strategy.dp > 1 for strategy in engine.phases)
         self._logs, self._num_logged = engine.rank == 0, 0

@@ -121,11 +121,8 @@ class OwnColumns:
     def _whole(self, product: Tensor, before: Tensor | None) -> Tensor:
         if self.kept is not None:
             product = imputed(product, self.kept, self.count, self.imputation, before)
-        return (
-            product
-            if product.shape[1] == self.columns
-            else functional.pad(product, (0, self.columns - product.shape[1]))
-        )
+        missing = self.columns - product.shape[1]
+        return functional.pad(product, (0, missing)) if missing else product
 
 
 def imputed(product: Tensor, kept: Tensor, columns: int, imputation: str, before: Tensor | None = None) -> Tensor:
@@ -166,9 +163,8 @@ class FlexibleWork(Attachment):
         self.ranks = tuple(dist.get_process_group_ranks(tensor_group.group))  # by position
         self.position = tensor_group.order[tensor_group.shard]
         self.products: dict[str, Product] = {}  # of this rank, by the linear's name, as all dictionaries below
-        self.shares: tuple[float, ...] = (
-            0.0,
-        ) * self.size  # of its columns that each position offloads; same on all ranks
+        # of its columns that each position offloads; the same on all ranks
+        self.shares: tuple[float, ...] = (0.0,) * self.size
         self.exchange = Exchange.BROADCAST  # the same on all ranks
         self.resized, self.resizing, self._seed = 0.0, Resizing(), ""  # the share that this rank leaves out, and which
         self.variation: dict[str, tuple[float, ...]] = {}  # the column statistics (`choose_columns`)

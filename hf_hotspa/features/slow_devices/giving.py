@@ -197,7 +197,6 @@ class _SavedDevices:
 # -- what slow ranks hand over ----------------------------------------------------------------------------------------
 
 
-Curve = Callable[[float], float]  # seconds as a function of the number of columns
 MOST = 0.95  # the largest share of its columns that a device can lose: a product needs some
 _ROUNDS, _SETTLED = 200, 1e-9
 
@@ -290,7 +289,7 @@ def migrated_share(columns: float, num_tasks: int, curves: PretestCurves) -> flo
     return min(max(share, 0.0), 1.0)
 
 
-def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Curve) -> int:
+def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Callable[[float], float]) -> int:
     """Equation 3, several slow tasks: how many of the slowest migrate; the others are resized.
 
     `f(x) = (T_x - T_min) - Phi_1(Gamma(x)) - max over the tasks y behind x of Gamma(x) / (e - x) * T_y / L_y` with
@@ -374,20 +373,12 @@ def settled_semi(
 Shares = tuple[float, ...]  # for each rank the share of its columns that it hands over
 
 
-def tensor_groups(strategy: Strategy) -> tuple[tuple[int, ...], ...]:
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for rank in range(strategy.world_size):
-        coord = vars(strategy.coord(rank))
-        groups.setdefault(tuple(value for axis, value in coord.items() if axis != "tp"), []).append(rank)
-    return tuple(map(tuple, groups.values()))
-
-
 class Giving:
     """The shares of a run, for strategies with several shards, in one of the modes `GIVING`."""
 
     def __init__(self, strategies: Sequence[Strategy], mode: str = "migrate") -> None:
         self.mode = mode
-        self._groups = {str(strategy): tensor_groups(strategy) for strategy in strategies}
+        self._groups = {str(strategy): strategy.groups("tp") for strategy in strategies}
         # by strategy, for each rank: the share of its columns that others compute, and the share that nobody computes
         self.shares: dict[str, Shares] = {str(s): (0.0,) * s.world_size for s in strategies}
         self.resized: dict[str, Shares] = dict(self.shares)

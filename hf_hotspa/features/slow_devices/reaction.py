@@ -326,7 +326,7 @@ class ColumnStatistics:
         self._engine, self._works, self._resizing = engine, flexible_works(engine), resizing
         self._is_kept = resizing.columns != "rd"
         self._before: list[Tensor | None] | None = None
-        self._rows = {name: list(shards) for name, shards in self._shards().items()} if self._is_kept else {}
+        self._rows = self._shards() if self._is_kept else {}
         for work in self._works.values():
             work.resizing = resizing
 

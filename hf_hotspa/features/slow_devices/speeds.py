@@ -1,8 +1,7 @@
 """Which speeds divide the packs of which mini-batch, and how speeds divide the layers of pipelines and MLPs.
 
-Packs: a loop may plan mini-batches ahead of training (the Trainer does not). So speeds known after mini-batch n
-(counted from 0) apply from mini-batch `n + 1 + delay` on, with `delay` at least as far as anybody plans ahead. Then
-every rank divides the same way, and so does a run that resumes from `state_dict`.
+Packs: nothing is planned ahead of training, so speeds known after mini-batch n (counted from 0) apply from the next one on.
+Every rank divides the same way, and so does a run that resumes from `state_dict`.
 
 Stages: a stage with a slow device gets fewer layers. All replicas of a strategy share one partition, and packs are
 divided over them by speed (`Speeds`). So the best partition has the highest throughput of all replicas together: the
@@ -28,10 +27,9 @@ from hf_hotspa.typed import reading_state, typed
 
 
 class SpeedHistory:
-    """The speeds of a run, by mini-batch; see the module docstring for `delay`."""
+    """The speeds of a run, by mini-batch."""
 
-    def __init__(self, delay: int) -> None:
-        self.delay = delay
+    def __init__(self) -> None:
         self._in_force: list[tuple[int, Speeds | None]] = [(0, None)]
 
     def of(self, number: int) -> Speeds | None:
@@ -43,11 +41,11 @@ class SpeedHistory:
         """Takes the speeds known after mini-batch `number`; if new, returns the first mini-batch they apply to."""
         if speeds == self._in_force[-1][1]:
             return None
-        # replaced as a whole: another thread may be reading
-        needed = max(i for i, entry in enumerate(self._in_force) if i == 0 or entry[0] <= number + 1)
-        first = number + 1 + self.delay
-        self._in_force = [*self._in_force[needed:], (first, speeds)]
-        return first
+        self._in_force = [
+            self._in_force[-1],
+            (number + 1, speeds),
+        ]  # replaced as a whole: another thread may be reading
+        return number + 1
 
     def restart(self) -> None:
         """Counts from 0 again; the latest speeds stay."""

@@ -269,6 +269,7 @@ class _Carry:
         return self._sequence.fetched(module, before, device)
 
     def state(self, key: StateKey, takes_gradient: bool) -> Tensor | None:
+        """The previous chunk's state, a leaf whose gradient goes back there; None for the first chunk."""
         place = key, len(self.chunks) - 1
         state = self._sequence.states.get(place)
         if state is None:
