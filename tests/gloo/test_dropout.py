@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.features.dropout.dropout import DropoutMasks, feature_keys, kept, use_keyed_dropout
@@ -18,7 +17,7 @@ from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import exact_in_double, random_rows, relative_error
-from tests.tiny_families import tiny_config_of
+from tests.tiny_families import tiny_model_of
 from tests.worlds import make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
@@ -84,16 +83,6 @@ def keyed_reference(model, rows, step=STEP):
     return total, {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
 
 
-def with_dropout(family, **dropouts):
-    config = tiny_config_of(family)
-    for name, value in dropouts.items():
-        setattr(config, name, value)
-    config._experts_implementation = "eager"  # fused ones take no fp64
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float64)
-    return model.train()
-
-
 def hybrid_lora():
     """Layers that run one sequence of a pack at a time, with adapters."""
     # PEFT takes no dropout beside fused experts, which all-linear adapts, too
@@ -105,26 +94,19 @@ def with_attention_dropout(family, p, **others):
     return tiny_model(family, torch.float64, attention_dropout=p, **others).train()
 
 
-def gpt2():
-    """GPT-2 with the dropout of its own config: in the attention, after it and on the embeddings."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config).double().train()
-
-
 MODELS = {
     "lora": lambda: tiny_lora("llama_gqa_bias", torch.float64, lora_dropout=0.3),
     "lora fused": lambda: tiny_lora("phi3_fused", torch.float64, lora_dropout=0.1),
     "dora": lambda: tiny_lora("llama_gqa_bias", torch.float64, lora_dropout=0.3, use_dora=True),
     "hybrid lora": hybrid_lora,
-    "gpt_neox": lambda: with_dropout("gpt_neox", hidden_dropout=0.2),
-    "phi": lambda: with_dropout("phi", resid_pdrop=0.2, embd_pdrop=0.1, attention_dropout=0.3),
-    "gpt2": gpt2,
+    "gpt_neox": lambda: tiny_model_of("gpt_neox", hidden_dropout=0.2),
+    "phi": lambda: tiny_model_of("phi", resid_pdrop=0.2, embd_pdrop=0.1, attention_dropout=0.3),
+    "gpt2": lambda: tiny_model_of("gpt2", attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1),
     "attention": lambda: with_attention_dropout("llama_gqa_bias", 0.3),
     "uneven heads": lambda: with_attention_dropout("llama_uneven", 0.1),
     "soft caps": lambda: with_attention_dropout("gemma2_soft_caps", 0.2),
-    "sinks": lambda: with_dropout("gpt_oss", attention_dropout=0.2),
-    "latent": lambda: with_dropout("deepseek_v3", attention_dropout=0.2),
+    "sinks": lambda: tiny_model_of("gpt_oss", attention_dropout=0.2),
+    "latent": lambda: tiny_model_of("deepseek_v3", attention_dropout=0.2),
     "attention and lora": lambda: tiny_lora(
         "llama_gqa_bias", torch.float64, lora_dropout=0.3, model={"attention_dropout": 0.2}
     ),

@@ -8,7 +8,6 @@ import torch
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.features.experts.capacity import Capacity
-from hf_hotspa.features.experts.expert_parallel import ExpertCapacity
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.report import MEASURES
 from tests.families import tiny_model
@@ -102,17 +101,6 @@ def test_loss_gradients_and_drops_are_those_of_one_process_with_the_same_rule(fa
                 assert computed == (pairs - dropped if "ep" in buckets else 0) == sum(per_rank), (factor, buckets)
     most, less = results[0][0.5][0], results[0][1.25][0]
     assert most > less > 0
-
-
-def test_the_rule_keeps_the_first_tokens_of_each_expert():
-    index = torch.tensor([[0, 1], [0, 2], [0, 1], [3, 0]])
-    capacity = ExpertCapacity(1.0)
-    assert capacity.kept(index, 4).tolist() == [[True, True], [True, True], [False, True], [True, False]]
-    assert capacity.num_dropped == 0
-    capacity.is_counting = True
-    capacity.kept(index, 4)
-    assert capacity.num_dropped == 2
-    assert ExpertCapacity(4.0).kept(index, 4).all()
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_hotspa.data.collator import MiniBatch
@@ -24,7 +23,7 @@ from tests.gloo.test_benchmarks_run import run_quick
 from tests.gloo.test_preemption import evaluate_every
 from tests.gloo.test_resume import train_without_steps
 from tests.harness import run_ranks
-from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
 from tests.training_runs import contents, make_trainer, newest, one_run, same_bits, train, whole_state
 from tests.worlds import make_engine, make_mini_batch
 
@@ -71,7 +70,7 @@ class Simulation:
             packs = [packs[k] for packs in phase.replicas if k < len(packs)]
             for name, p in parameters.items():
                 p.data = history[versions[self.stages[name]][k]][name].clone()
-            of_pack = self._gradients([rows[s.row] for pack in packs for s in pack.sequences])
+            of_pack, _ = reference_step(self.model, [rows[s.row] for pack in packs for s in pack.sequences])
             labels = sum(pack.num_labels for pack in packs)
             loss += of_pack * labels / mini_batch.num_labels
             norms = dict.fromkeys(self.stages.values(), 0.0)
@@ -85,19 +84,6 @@ class Simulation:
             self.optimizer.step()
             history.append({name: p.detach().clone() for name, p in parameters.items()})
         return loss, (sum(squares) / len(squares)) ** 0.5
-
-    def _gradients(self, rows: list[dict[str, Any]]) -> float:
-        num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-        self.model.zero_grad(set_to_none=True)
-        total = 0.0
-        with exact_in_double(torch.float64):
-            for row in rows:
-                logits = self.model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0]
-                labels = torch.tensor(row["labels"])[1:]
-                loss = functional.cross_entropy(logits[:-1], labels, reduction="sum", ignore_index=-100) / num_labels
-                loss.backward()
-                total += loss.item()
-        return total
 
 
 def stages_of(engine: HotSPaEngine) -> dict[str, int]:

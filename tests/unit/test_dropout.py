@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hotspa.data.collator import MicroBatch
@@ -236,27 +235,17 @@ def test_dropout_that_a_family_draws_by_itself_is_refused_by_name():
     assert describe_model(model).config.attention_dropout == 0.1
     assert describe_model(model, attention_dropout=False).config.attention_dropout == 0.0
     assert model.config.attention_dropout == 0.1
-    alone = tiny_model_of("doge")
-    alone.config.attention_dropout = 0.1  # its layers run one sequence at a time, with the attention of the family
+    alone = tiny_model_of(
+        "doge", attention_dropout=0.1
+    )  # its layers run one sequence at a time, with the attention of the family
     with pytest.raises(UnsupportedError, match=r"attention_dropout=0.1.*DogeAttention.*hotspa_attention_dropout=0"):
         describe_model(alone)
     assert describe_model(alone, attention_dropout=False).config.attention_dropout == 0.0
-    handed = tiny_model_of("nemotron")
-    handed.config.attention_dropout = 0.1  # its layers keep what they have no name for, and its attention gets the pack
+    # its layers keep what they have no name for, and its attention gets the pack
+    handed = tiny_model_of("nemotron", attention_dropout=0.1)
     assert describe_model(handed).config.attention_dropout == 0.1
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 99,
-    }
-    config = AutoConfig.for_model(
-        "starcoder2", **sizes, num_key_value_heads=2, residual_dropout=0.1, embedding_dropout=0.0
-    )
     with pytest.raises(
         UnsupportedError, match=r"residual_dropout=0.1.*random numbers of its layers depend on the layout"
     ):
-        describe_model(AutoModelForCausalLM.from_config(config))
-    config = AutoConfig.for_model("phi3", **sizes, num_key_value_heads=2, pad_token_id=0, resid_pdrop=0.1)
-    describe_model(AutoModelForCausalLM.from_config(config))
+        describe_model(tiny_model_of("starcoder2", residual_dropout=0.1))
+    describe_model(tiny_model_of("phi3", resid_pdrop=0.1))

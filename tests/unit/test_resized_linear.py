@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hotspa.features.slow_devices.columns import LayerColumns, random_columns
-from hf_hotspa.features.slow_devices.flexible_linear import GradientMemory, OwnColumns, RowProduct, imputed
+from hf_hotspa.features.slow_devices.flexible_linear import GradientMemory, OwnColumns, RowProduct
 
 TOKENS, COLUMNS, OUTPUTS = 7, 12, 5
 
@@ -54,13 +54,6 @@ def test_average_imputes_the_mean_of_the_kept_columns(tensors):
         assert torch.equal(found[:, kept], zero[:, kept])
         mean = zero[:, kept].mean(1, keepdim=True).expand(-1, len(pruned))
         assert torch.allclose(found[:, pruned], mean, rtol=0, atol=1e-14)
-
-
-def test_the_papers_example():
-    # hs = 4, gamma = 0.5: the second and fourth of four columns are left out, and come back as imputed ones
-    found = torch.tensor([[1.0, 3.0]])
-    assert imputed(found, torch.tensor([0, 2]), 4, "zero").tolist() == [[1.0, 0.0, 3.0, 0.0]]
-    assert imputed(found, torch.tensor([0, 2]), 4, "average").tolist() == [[1.0, 2.0, 3.0, 2.0]]
 
 
 def test_same_imputes_the_gradient_of_the_iteration_before(tensors):

@@ -19,7 +19,6 @@ from hf_hotspa.features.slow_devices.columns import (
     most_varying,
     num_kept,
     random_columns,
-    renumbered,
 )
 from hf_hotspa.features.slow_devices.device_watch import DeviceWatch
 from hf_hotspa.features.slow_devices.giving import (
@@ -191,14 +190,6 @@ def test_the_papers_example_of_migration():
     # e = 3, the slow task is the first, two columns: the second task takes the first of them, the third the second
     found = migrate(3, 0, 4, 0.5)
     assert (found.first, found.parts) == (2, ((4, 4), (2, 3), (3, 4)))
-
-
-def test_renumbering_is_that_of_the_paper():
-    for tasks in range(2, 9):
-        for giver in range(tasks):
-            around = renumbered(tasks, giver)
-            assert [(r + tasks - giver) % tasks for r in around] == list(range(1, tasks))
-    assert renumbered(5, 3, givers=[3, 0]) == (4, 1, 2)
 
 
 @given(st.integers(2, 9), st.integers(1, 300), st.floats(0.0, 0.95), st.data())
