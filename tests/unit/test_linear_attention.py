@@ -18,10 +18,10 @@ from tests.tiny_families import tiny_model_of
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "qwen4_exp_text")
 
 
-def inputs(num_tokens: int, seed: int = 0, heads: tuple[int, int] = (2, 4)) -> list[Tensor]:
+def inputs(num_tokens: int, seed: int = 0) -> list[Tensor]:
     """Queries, keys, values, decays and betas in fp64; some decays are nearly none, and some nearly everything."""
     torch.manual_seed(seed)
-    few, many = heads
+    few, many = 2, 4  # heads
     vectors = [
         torch.randn(1, num_tokens, h, width, dtype=torch.float64) for h, width in ((few, 8), (few, 8), (many, 6))
     ]

@@ -1,8 +1,9 @@
-"""Layers of pipelines and columns of MLPs that are divided by the speed of devices, and evenly again: exact, and seen by nothing
-but the next load."""
+"""Layers of pipelines that are cut by measured seconds, and layers and columns of MLPs that are divided by the speed of devices,
+and evenly again: exact, and seen by nothing but the next load."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_hotspa.errors import DeviceMemoryError, PlanMismatchError
+from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, PlanMismatchError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.pass_through import PassThrough
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
@@ -273,3 +275,61 @@ def test_a_slow_node_that_holds_a_whole_stage_is_found_and_has_fewer_layers(tmp_
     assert all(run.slow == [()] * 3 + [(2, 3)] * 4 + [()] * 2 for run in found)
     seen = [[n for here in run.seen for n in here.values()] for run in found]
     assert seen == 2 * [[2] * 4 + [3] * 4 + [2]] + 2 * [[2] * 4 + [1] * 4 + [2]]
+
+
+# -- stages by measured seconds -------------------------------------------------------------------------------------------
+
+FAMILY = "qwen3_qk_norm_tied"
+HEAVY = {
+    "first": StageCosts((9, 1, 1, 1), sends=(1, 1, 1)),
+    "last": StageCosts((1, 1, 1, 9)),
+    "head": StageCosts((2, 2, 2, 2), head=4),
+}
+CUTS = {"first": [1, 3], "last": [3, 1], "head": [3, 1]}
+"""Layers of the stages of pp2."""
+
+
+BUCKETS = ("pp2:40@44", "dp2:8@24,pp2:40@20")
+
+Found = list[tuple[str, float, list[int], list[torch.Tensor]]]
+"""For each kind of costs, and by count: the worst error, layers of this rank's stages, and its masters' gradients."""
+
+
+def with_costs(rank: int, world_size: int) -> tuple[list[Found], str, str]:
+    """What is found under each pool; what is raised where ranks disagree, and where the costs are of another model."""
+    model = tiny_model(FAMILY, torch.float64)
+    rows = random_rows(11, model.config.vocab_size, longest=40)
+    loss, gradients = shared_reference(model, rows)
+    of_pools = list[Found]()
+    for buckets in BUCKETS:
+        of_pools.append([])
+        for name, costs in {**HEAVY, "by count": None}.items():
+            engine = make_engine(model, buckets, stage_costs=costs)
+            error, _ = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)
+            shares = [g.clone() for g in engine.master.gradients if g is not None]
+            of_pools[-1].append((name, error, list(layers(engine).values()), shares))
+            engine.close()
+    other = HEAVY["first"] if rank else HEAVY["last"]
+    with pytest.raises(PlanMismatchError) as differs:
+        make_engine(model, "pp2:40", stage_costs=other)
+    with pytest.raises(HotspaConfigError) as wrong:
+        make_engine(model, "pp2:40", stage_costs=replace(other, layers=(1, 2, 3), sends=()))
+    return of_pools, str(differs.value), str(wrong.value)
+
+
+def test_every_cut_is_exact_masters_are_divided_alike_and_other_costs_are_refused() -> None:
+    ranks = run_ranks(2, with_costs)
+    for pool in range(len(BUCKETS)):
+        of_ranks = [of_pools[pool] for of_pools, _, _ in ranks]
+        for at, (name, *_) in enumerate(of_ranks[0]):
+            stages = [found[at][2][-1] for found in of_ranks]
+            assert stages == CUTS.get(name, stages)
+            assert sum(stages) == 4
+            for found in of_ranks:
+                assert found[at][1] <= 1e-11, name
+                for share, by_count in zip(found[at][3], found[-1][3], strict=True):
+                    assert share.shape == by_count.shape  # what a checkpoint holds lies where it lay
+                    assert torch.allclose(share, by_count, rtol=1e-9, atol=1e-12)
+    for _, differs, wrong in ranks:
+        assert "stage_costs" in differs
+        assert "costs of 3 layers for a model of 4" in wrong
