@@ -165,8 +165,9 @@ def test_a_flag_is_two_files():
     assert names["engine_options"](args).loss_chunk_tokens == 7
 
 
-def test_an_option_of_a_strategy():
-    example("An option of a strategy")
+@pytest.mark.parametrize("title", ["An option of a strategy", "A degree"])
+def test_examples_of_strategies(title):
+    example(title)
 
 
 def test_an_optimizer_and_a_loss():
@@ -204,7 +205,3 @@ def test_an_optimizer_and_a_loss():
 def test_a_quirk_of_a_family(monkeypatch):
     monkeypatch.setattr(tensor_plan, "_OF_LAYERS", dict(tensor_plan._OF_LAYERS))
     example("A family's quirk")
-
-
-def test_a_degree():
-    example("A degree")
