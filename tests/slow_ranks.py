@@ -139,8 +139,8 @@ def resumed_runs(folder: Path, options: dict[str, Any], points: Iterable[int]) -
     return [(f"{folder}/a", None, options), *((f"{folder}/{p}", f"{folder}/a/checkpoint-{p}", options) for p in points)]
 
 
-def check_resumed(folder: Path, losses: dict[int, float], resumed: dict[int, dict[int, float]]) -> None:
-    """Whether `resumed_runs` went on bit for bit; `resumed`: their losses by the point."""
-    for point, found in resumed.items():
-        assert found == {step: loss for step, loss in losses.items() if step > point}
+def check_resumed(folder: Path, points: Iterable[int], whole: Watched, *resumed: Watched) -> None:
+    """Whether `resumed_runs` went on bit for bit."""
+    for point, run in zip(points, resumed, strict=True):
+        assert run.losses == {step: loss for step, loss in whole.losses.items() if step > point}
         assert contents(newest(folder / str(point))) == contents(newest(folder / "a"))

@@ -264,7 +264,7 @@ def test_balance_divides_while_a_rank_is_slow_and_goes_on_bit_for_bit(
         assert abs(loss - even.losses[step]) <= 1e-5 * even.losses[step]
     for point, run in zip(points, resumed, strict=True):
         assert run.seen == balanced.seen[point:]
-    check_resumed(tmp_path, balanced.losses, dict(zip(points, (run.losses for run in resumed), strict=True)))
+    check_resumed(tmp_path, points, balanced, *resumed)
 
 
 def test_a_slow_node_that_holds_a_whole_stage_is_found_and_has_fewer_layers(tmp_path: Path) -> None:

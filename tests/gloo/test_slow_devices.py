@@ -148,7 +148,7 @@ def test_balance_gives_slow_replicas_less_and_goes_on_bit_for_bit(tmp_path):
     assert (streamed.slow, streamed.busiest) == (balanced.slow, balanced.busiest)
     assert streamed6.losses == {step: loss for step, loss in streamed.losses.items() if step > 6}
     assert contents(newest(tmp_path / "6stream")) == contents(newest(tmp_path / "stream"))
-    check_resumed(tmp_path, balanced.losses, dict(zip(points, (run.losses for run in resumed), strict=True)))
+    check_resumed(tmp_path, points, balanced, *resumed)
 
 
 # -- migrate ------------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_migrate_gives_columns_away_and_goes_on_bit_for_bit(tmp_path, lora, rank
     assert given[5][0][1] > (0.6 if ranks == 4 else 0.55)  # a single helper is slower with it, and so takes less
     assert all(abs(losses[step] - plain.losses[step]) <= 1e-5 * plain.losses[step] for step in losses)
     assert all(losses[step] == plain.losses[step] for step in range(1, 6))  # as long as nothing is given, bit for bit
-    check_resumed(tmp_path, losses, dict(zip(points, (run.losses for run in resumed), strict=True)))
+    check_resumed(tmp_path, points, migrated, *resumed)
 
 
 # -- resize -------------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_resize_leaves_columns_out_says_so_and_goes_on_bit_for_bit(tmp_path):
     assert all(len(left) == 28 for left in columns.values())  # seven linears in each of four layers
     assert not any(left for [(left, _)] in by_rank[0][0].seen)
     assert [step for step in whole.losses if whole.losses[step] != plain.losses[step]] == [6, 7, 8, 9, 10, 11]
-    check_resumed(tmp_path, whole.losses, dict(zip(points, (run.losses for run in resumed), strict=True)))
+    check_resumed(tmp_path, points, whole, *resumed)
 
 
 # -- a product that gives and leaves out --------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_columns_by_variation_and_imputation_go_on_bit_for_bit(tmp_path):
     (pri, pri7, pridiff, pridiff7, off), _ = results[1]
     for whole, resumed, columns in ((pri, pri7, "pri"), (pridiff, pridiff7, "pridiffe")):
         assert [step for step, [(left, _)] in enumerate(whole.seen, 1) if left] == [6, 7, 8, 9]
-        check_resumed(tmp_path / columns, whole.losses, {7: resumed.losses})
+        check_resumed(tmp_path / columns, [7], whole, resumed)
         assert next(step for step in whole.losses if whole.losses[step] != off.losses[step]) == 6
     (usual, *_), said = results[0]
     assert not any(left for [(left, _)] in usual.seen)
@@ -357,4 +357,4 @@ def test_semi_divides_by_its_pretest_says_so_and_goes_on_bit_for_bit(tmp_path):
     # migrates makes the others slower, so it may lose less
     assert all(0.5 < share <= 0.76 for share in lost[5:8])
     assert lost[8] < 0.1  # as fast as the others in the eighth, and so at once: it is called slow for one more
-    check_resumed(tmp_path, whole.losses, {7: resumed.losses})
+    check_resumed(tmp_path, [7], whole, resumed)
