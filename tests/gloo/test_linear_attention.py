@@ -12,18 +12,25 @@ from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_e
 pytestmark = pytest.mark.gloo
 
 
-def three_strategies(rank, world_size):
-    model = tiny_model_of("qwen3_5_text")
+def error_of(rank, world_size, family, buckets, adapted=False):
+    model = tiny_lora(family, float64, r=2) if adapted else tiny_model_of(family)
     rows = random_rows(8, 163, longest=40, seed=3)
-    buckets = "dp2+ck1:12@16,cp2+ck7:24@30,tp2+sp+ck11+kg2:40@48"
+    loss, gradients = shared_reference(model, rows)
+    trained = {name: g for name, g in gradients.items() if "lora_" in name or not adapted}
     engine = make_engine(model, buckets, context_parallel="allgather")
-    error = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0]
+    error = worst_error(engine, make_mini_batch(engine, rows), loss, trained)[0]
     engine.close()
     return error
 
 
 def test_three_strategies_in_a_mini_batch():
-    assert run_ranks(2, three_strategies)[0] <= 1e-11
+    buckets = "dp2+ck1:12@16,cp2+ck7:24@30,tp2+sp+ck11+kg2:40@48"
+    assert run_ranks(2, error_of, "qwen3_5_text", buckets)[0] <= 1e-11
+
+
+@pytest.mark.slow
+def test_adapters():
+    assert run_ranks(2, error_of, "qwen3_next", "dp2+ck6:12@16,tp2+sp:24@40,cp2+rc+ck9:40@60", True)[0] <= 1e-11
 
 
 def of_few_tokens(rank, world_size):
@@ -44,19 +51,3 @@ def of_few_tokens(rank, world_size):
 def test_ranks_with_few_tokens_or_none():
     found = run_ranks(4, of_few_tokens)[0]
     assert {case: error for case, error in found.items() if not error <= 1e-11} == {}
-
-
-def adapted(rank, world_size):
-    model = tiny_lora("qwen3_next", float64, r=2)
-    rows = random_rows(8, 163, longest=40, seed=3)
-    loss, gradients = shared_reference(model, rows)
-    gradients = {name: g for name, g in gradients.items() if "lora_" in name}
-    engine = make_engine(model, "dp2+ck6:12@16,tp2+sp:24@40,cp2+rc+ck9:40@60")
-    error = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)[0]
-    engine.close()
-    return error
-
-
-@pytest.mark.slow
-def test_adapters():
-    assert run_ranks(2, adapted)[0] <= 1e-11

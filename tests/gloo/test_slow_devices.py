@@ -162,27 +162,18 @@ def shares_here(engine):
     return [work.shares for work in flexible_works(engine).values()]
 
 
-LORA = {"target_modules": "all-linear"}
-
-
-@pytest.mark.parametrize(
-    ("lora", "ranks"),
-    [
-        pytest.param(None, 4, id="weights", marks=pytest.mark.slow),
-        pytest.param(LORA, 2, id="lora", marks=pytest.mark.slow),
-        pytest.param(LORA, 4, id="lora on four ranks", marks=pytest.mark.slow),
-    ],
-)
-def test_migrate_gives_columns_away_and_goes_on_bit_for_bit(tmp_path, lora, ranks):
-    common = {"max_steps": STEPS, "hotspa_strategies": f"tp{ranks}:60", "hotspa_stragglers": "migrate", "lora": lora}
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"target_modules": "all-linear"}], ids=["weights", "lora"])
+def test_migrate_gives_columns_away_and_goes_on_bit_for_bit(tmp_path, lora):
+    common = {"max_steps": STEPS, "hotspa_strategies": "tp4:60", "hotspa_stragglers": "migrate", "lora": lora}
     points = (5, 8)
     runs = resumed_runs(tmp_path, common, points)
     runs += [(str(tmp_path / "off"), None, {**common, "hotspa_stragglers": "off", "save_strategy": "no"})]
-    migrated, *resumed, plain = run_ranks(ranks, watched_runs, runs, SLOW, shares_here, IN_PRODUCTS)[0]
+    migrated, *resumed, plain = run_ranks(4, watched_runs, runs, SLOW, shares_here, IN_PRODUCTS)[0]
     losses, given = migrated.losses, migrated.seen
     assert plain.seen == [[]] * STEPS
     assert [step for step, [shares] in enumerate(given, 1) if any(shares)] == [6, 7, 8, 9]
-    assert given[5][0][1] > (0.6 if ranks == 4 else 0.55)  # a single helper is slower with it, and so takes less
+    assert given[5][0][1] > 0.6
     assert all(abs(losses[step] - plain.losses[step]) <= 1e-5 * plain.losses[step] for step in losses)
     assert all(losses[step] == plain.losses[step] for step in range(1, 6))  # as long as nothing is given, bit for bit
     check_resumed(tmp_path, points, migrated, *resumed)

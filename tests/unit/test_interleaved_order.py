@@ -41,7 +41,9 @@ def sequences(order: tuple[Turn, ...], num_ranks: int, rank: int) -> list[Turn]:
     return [turn for turn in order if turn.stage % num_ranks == rank]
 
 
-def test_every_pass_once_behind_what_it_needs_and_a_stage_takes_chunks_of_a_chain_back_against_their_order() -> None:
+def test_every_pass_once_behind_what_it_needs_and_within_the_limit_and_what_the_memory_model_says() -> None:
+    """A stage takes chunks of a chain back against their order."""
+    fewer = 0
     for seed in range(250):
         tokens, chains, num_ranks, rounds, limit = drawn(seed)
         last, done = num_ranks * rounds - 1, set[Turn]()
@@ -57,13 +59,6 @@ def test_every_pass_once_behind_what_it_needs_and_a_stage_takes_chunks_of_a_chai
             own = [turn for turn in order if turn.stage == stage]
             assert [t.unit for t in own if not t.is_backward] == list(range(len(tokens)))
             assert [t.unit for t in own if t.is_backward] == backward_order(chains)
-
-
-def test_no_rank_holds_more_than_the_limit_or_than_the_memory_model_says() -> None:
-    fewer = 0
-    for seed in range(250):
-        tokens, chains, num_ranks, rounds, limit = drawn(seed)
-        order = interleaved_order(tokens, num_ranks, rounds, limit, chains)
         for rank in range(num_ranks):
             most = most_packs("auto", num_ranks, rank, None, max(chains, default=1), rounds)
             assert most is not None
