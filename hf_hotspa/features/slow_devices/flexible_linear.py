@@ -477,30 +477,20 @@ class RowProduct(torch.autograd.Function):
 class FlexibleLinear:
     """The product of one linear, whose weight is this rank's shard, without its bias."""
 
-    def __init__(
-        self,
-        name: str,
-        linear: nn.Linear,
-        work: FlexibleWork,
-        columns: tuple[int, ...],  # of the product on each position
-        outputs: tuple[int, ...] | None,  # on each position if they differ (column-parallel); None for row-parallel
-    ) -> None:
-        self._name, self._linear, self._work, self._columns, self._outputs = name, linear, work, columns, outputs
-        work.products[name] = Product(
-            columns, outputs if outputs is not None else (linear.out_features,) * work.size, outputs is None
-        )
+    def __init__(self, name: str, linear: nn.Linear, work: FlexibleWork) -> None:
+        self._name, self._linear, self._work, self._product = name, linear, work, work.products[name]
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., L] to [..., N], plus the bias if given."""
         weight = self._linear.weight
         if not torch.is_grad_enabled():
             return functional.linear(x, weight, bias)
-        parts = [Part(migration, self._work) for migration in self._work.migrations(self._columns)]
+        parts = [Part(migration, self._work) for migration in self._work.migrations(self._product.columns)]
         rows = x.reshape(-1, x.shape[-1])
         own = self._work.own_columns(self._name, rows, weight.shape[0], parts)
         added = bias
-        if parts and self._outputs is not None:
-            y = _ColumnProduct.apply(rows, weight, parts, own, self._outputs)
+        if parts and not self._product.is_row:
+            y = _ColumnProduct.apply(rows, weight, parts, own, self._product.outputs)
         elif parts or own.kept is not None:
             y = RowProduct.apply(rows, weight, parts, own)
         else:
@@ -527,13 +517,14 @@ def make_flexible(replica: Replica) -> FlexibleWork:
         by_position = [0] * tensor_group.size
         for shard, position in enumerate(tensor_group.order):
             by_position[position] = replica.shards.widths[name][shard]
-        cut = tuple(by_position)
-        if style == ROWWISE:
-            linear.hotspa_product = FlexibleLinear(name, linear, work, cut, None)  # type: ignore[assignment]
+        cut, is_row = tuple(by_position), style == ROWWISE
+        whole = (linear.out_features if is_row else linear.in_features,) * tensor_group.size
+        work.products[name] = Product(cut, whole, is_row) if is_row else Product(whole, cut, is_row)
+        product = FlexibleLinear(name, linear, work)
+        if is_row:
+            linear.hotspa_product = product  # type: ignore[assignment]
         else:
-            linear.forward = FlexibleLinear(
-                name, linear, work, (linear.in_features,) * tensor_group.size, cut
-            ).with_bias
+            linear.forward = product.with_bias
     return work
 
 

@@ -325,7 +325,7 @@ class ColumnStatistics:
     def __init__(self, engine: HotSPaEngine, resizing: Resizing) -> None:
         self._engine, self._works, self._resizing = engine, flexible_works(engine), resizing
         self._is_kept = resizing.columns != "rd"
-        self._before: list[Tensor | None] | None = None
+        self._before: dict[int, Tensor] | None = None  # this rank's trained weights a period ago, by segment
         self._rows = self._shards() if self._is_kept else {}
         for work in self._works.values():
             work.resizing = resizing
@@ -351,29 +351,28 @@ class ColumnStatistics:
         period = self._resizing.period or pass_steps
         for work in self._works.values():
             work.resizing = replace(self._resizing, period=period)
-        weights = self._engine.master.weights
         if self._before is None:
-            self._before = [_copied(w) for w in self._kept(weights)]
+            self._before = {index: w.detach().clone() for index, w in self._trained()}
             return
         if step == 0 or step % period:
             return
-        changes = [
-            (w - before).abs() if w is not None and before is not None else None
-            for w, before in zip(weights, self._before, strict=True)
-        ]
+        changes: list[Tensor | None] = [None] * len(self._engine.master.weights)
+        for index, w in self._trained():
+            changes[index] = (w - self._before[index]).abs()
         variation: dict[Strategy, dict[str, tuple[float, ...]]] = {strategy: {} for strategy in self._works}
         for name, whole in self._engine.weights(frozen=False, buffers=changes):
             for strategy, linear, rows, dim in self._rows.get(name, ()):
                 variation[strategy][linear] = self._means(self._works[strategy], linear, whole, rows, dim)
         for strategy, work in self._works.items():
             work.take_statistics(variation[strategy])
-        for before, w in zip(self._before, weights, strict=True):
-            if before is not None and w is not None:
-                before.copy_(w)
+        for index, w in self._trained():
+            self._before[index].copy_(w)
 
-    def _kept(self, buffers: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-        for segment, buffer in zip(self._engine.description.vector.segments, buffers, strict=True):
-            yield buffer if segment.trainable else None
+    def _trained(self) -> Iterator[tuple[int, Tensor]]:
+        """This rank's part of each trained segment."""
+        for segment, w in zip(self._engine.description.vector.segments, self._engine.master.weights, strict=True):
+            if segment.trainable and w is not None:
+                yield segment.index, w
 
     @staticmethod
     def _means(
@@ -390,9 +389,8 @@ class ColumnStatistics:
     def tensors(self) -> dict[str, Tensor]:
         """What this rank needs to resume bit for bit, copied to host memory; empty if nothing."""
         state: dict[str, Tensor] = {}
-        for index, before in enumerate(self._before or ()):
-            if before is not None:
-                state[f"{_BEFORE}/{index}"] = before.detach().to("cpu", copy=True)
+        for index, before in (self._before or {}).items():
+            state[f"{_BEFORE}/{index}"] = before.to("cpu", copy=True)
         for strategy, work in self._works.items():
             for linear, variation in work.variation.items():
                 state[f"{_VARIATION}/{strategy}/{linear}"] = torch.tensor(variation, dtype=torch.float64)
@@ -408,10 +406,7 @@ class ColumnStatistics:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores `tensors` of the same rank; ignores what does not fit (other strategies, another model)."""
         if self._is_kept:
-            self._before = [
-                _fitting(tensors.get(f"{_BEFORE}/{index}"), w)
-                for index, w in enumerate(self._kept(self._engine.master.weights))
-            ]
+            self._before = {i: _fitting(tensors.get(f"{_BEFORE}/{i}"), w) for i, w in self._trained()}
         for strategy, work in self._works.items():
             variation: dict[str, tuple[float, ...]] = {}
             for linear, product in work.products.items():
@@ -427,12 +422,6 @@ class ColumnStatistics:
                     memory.now, memory.before = stored.to(self._engine.device), None
 
 
-def _copied(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().clone()
-
-
-def _fitting(saved: Tensor | None, like: Tensor | None) -> Tensor | None:
+def _fitting(saved: Tensor | None, like: Tensor) -> Tensor:
     """A saved tensor of the right size, else a copy of the current one."""
-    if like is None or saved is None or saved.shape != like.shape:
-        return _copied(like)
-    return saved.to(like)
+    return like.detach().clone() if saved is None or saved.shape != like.shape else saved.to(like)
