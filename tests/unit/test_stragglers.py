@@ -190,6 +190,8 @@ def test_the_papers_example_of_migration():
     # e = 3, the slow task is the first, two columns: the second task takes the first of them, the third the second
     found = migrate(3, 0, 4, 0.5)
     assert (found.first, found.parts) == (2, ((4, 4), (2, 3), (3, 4)))
+    # helpers count from the slow task on, around the group, without another slow one
+    assert migrate(5, 3, 8, 0.5, givers=[3, 0]).parts == ((8, 8), (6, 7), (7, 8), (8, 8), (4, 6))
 
 
 @given(st.integers(2, 9), st.integers(1, 300), st.floats(0.0, 0.95), st.data())
