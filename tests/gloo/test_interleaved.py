@@ -11,6 +11,7 @@ from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.model.pass_through import PassThrough
 from hf_hotspa.packing.pipeline_order import Turn, interleaved_order
 from hf_hotspa.parallel.pipeline import Pack
+from hf_hotspa.strategy import parse_buckets
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows
@@ -127,10 +128,13 @@ def test_torchs_interleaved_schedule_is_exact_and_runs_where_it_can() -> None:
             assert ran == expected, name
 
 
+ONE_ORDER = "pp2+v2:16"
+
+
 def turns_of(rank: int, world_size: int, counts: tuple[int, ...]) -> list[list[Turn]]:
     """The passes that this rank ran, for each number of equal packs."""
     model = tiny_model(GQA, torch.float64, num_hidden_layers=8)
-    engine = make_engine(model, "pp2+v2:16")
+    engine = make_engine(model, ONE_ORDER)
     (runner,) = engine.phases.values()
     stages = {id(part): index * world_size + rank for index, part in enumerate(runner.parts)}
     log, found = list[Turn](), []
@@ -156,7 +160,7 @@ def test_ranks_run_the_order_of_the_schedule() -> None:
     counts = (2, 4, 8)
     for rank, found in enumerate(run_ranks(2, turns_of, counts)):
         for count, turns in zip(counts, found, strict=True):
-            order = interleaved_order([16] * count, 2, 2, 2 * 16)
+            order = interleaved_order([16] * count, 2, 2, parse_buckets(ONE_ORDER)[0].most_tokens)
             assert turns == [turn for turn in order if turn.stage % 2 == rank]
 
 

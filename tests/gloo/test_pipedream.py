@@ -118,7 +118,7 @@ def against_simulation(rank: int, world_size: int, cases: list[tuple[str, PipeDr
         found.append(errors)
         (runner,) = engine.phases.values()
         assert isinstance(runner, PipeDreamRunner)
-        assert 0 < runner.most_held <= mode.most_versions(runner.mesh.strategy.pp, runner.mesh.coord.pp)
+        assert runner.most_held <= mode.most_versions(runner.mesh.strategy.pp, runner.mesh.coord.pp)
         engine.close()
     return found
 
@@ -260,7 +260,7 @@ def test_the_trainer_saves_resumes_and_evaluates_between_mini_batches() -> None:
             assert resumed[0] == {step: loss for step, loss in whole[0].items() if step > 3}
             assert resumed[1:] == whole[1:]  # learning rates change once a mini-batch; evaluations see all updates
             assert len(set(whole[1])) == 5
-            assert len(whole[2]) == 2
+            assert len(whole[2]) == 3  # and at the end
         ends = [contents(newest(folder / name)) for name in ("whole", "resumed")]
         for end in ends:
             del end["trainer_state"]  # it has the seconds of evaluations
