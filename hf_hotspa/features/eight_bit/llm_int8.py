@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.eight_bit.row_codes import SCALES, RowCodes, is_of_replica
+from hf_hotspa.features.eight_bit.row_codes import SCALES, RowCodes
 from hf_hotspa.model.packed_layer import LinearProduct, library_layers
 from hf_hotspa.parallel.collectives import CLOCK
 
@@ -104,7 +104,7 @@ def read_llm_int8(model: nn.Module) -> dict[str, LLMInt8]:
     weights are in 16 bits, and quantized in every forward."""
     packed = {}
     for name, module in library_layers(model, "bitsandbytes.nn", "Linear8bitLt"):
-        if is_of_replica(module):
+        if hasattr(module, SCALES):  # of a replica
             continue
         if module.state.has_fp16_weights:
             raise UnsupportedError(

@@ -41,9 +41,7 @@ class RowCodes:
     def specs(self, spec: ParameterSpec) -> tuple[ParameterSpec, ParameterSpec]:
         rows, columns = self.shape
         packed = Packed(self.shape, 1, rows * columns)
-        codes = replace(
-            spec, dtype="int8", frozen_dtype=None, trainable=False, partial_gradient=False, packed=packed
-        )  # fmt: skip
+        codes = replace(spec, dtype="int8", frozen_dtype=None, trainable=False, partial_gradient=False, packed=packed)
         scales = replace(
             codes, name=f"{spec.name.removesuffix('weight')}{SCALES}", shape=(rows,), dtype="float32",
             packed=replace(packed, weights=0),
@@ -109,7 +107,3 @@ class RowCodes:
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of rows of the weight, as of the library; of forms that `open_qlora` makes."""
         raise NotImplementedError
-
-
-def is_of_replica(module: nn.Module) -> bool:
-    return SCALES in module._parameters

@@ -46,8 +46,9 @@ class FourBitExperts(FourBitWeight):
     def specs(self, spec: ParameterSpec) -> tuple[ParameterSpec, ParameterSpec]:
         return super().specs(replace(spec, experts=self.shape[0]))
 
-    def state_of(self, module: nn.Module, name: str) -> Any:
-        return getattr(module, "0").quant_state
+    @staticmethod
+    def state_of(module: Any, name: str) -> Any:
+        return module[0].quant_state
 
     def plain_weight(self, name: str) -> str:
         own = f".{SCALES}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_hotspa.errors import ModelError
-from hf_hotspa.features.four_bit.four_bit_weight import NARROW, SCALES, FourBitWeight, dtype_of
+from hf_hotspa.features.four_bit.four_bit_weight import NARROW, SCALES, FourBitWeight
 from hf_hotspa.model.packed_layer import LinearProduct, library_layers
 
 
@@ -28,8 +28,21 @@ class FourBit(FourBitWeight):
     leaf: ClassVar[str] = "weight"
     skip: ClassVar[str] = "BitsAndBytesConfig(llm_int8_skip_modules=[{name!r}, ...])"
 
-    def state_of(self, module: nn.Module, name: str) -> Any:
-        return _state(module, name)
+    @staticmethod
+    def state_of(module: Any, name: str) -> Any:
+        state = getattr(module.weight, "quant_state", None) or module.quant_state
+        if state is None or len(state.shape) != 2 or tuple(state.shape) != (module.out_features, module.in_features):
+            raise ModelError(
+                f"the weight of {name!r} is not quantized, although it is a {type(module).__name__}",
+                fix="load the model with from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
+            )
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ModelError(
+                f"the weight of {name!r} was repacked by a forward in evaluation",
+                why="bitsandbytes does so on CPUs with AVX512-BF16, and rounds the scales to bf16",
+                fix="load the model again, and train it before it is evaluated or generates",
+            )
+        return state
 
     def plain_weight(self, name: str) -> str:
         return f"{name.rpartition('.')[0]}.weight"
@@ -70,12 +83,12 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[s
         module.support_avx512bf16_for_cpu = False
         weight = module.weight
         # weights that are read by slices (`engine.loading`) are quantized later
-        state = _state(module, name) if not weight.is_meta else weight
+        state = FourBit.state_of(module, name) if not weight.is_meta else weight
         packed[name] = FourBit(
             shape=(module.out_features, module.in_features),
             block=state.blocksize,
             quant_type=state.quant_type,
-            dtype=dtype_of(model) if weight.is_meta else state.dtype,
+            dtype=model.config.dtype if weight.is_meta else state.dtype,
             compute_dtype=compute_dtype if narrow else module.compute_dtype,
             nested=weight.compress_statistics,
             options={
@@ -87,22 +100,6 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[s
             },
         )
     return packed
-
-
-def _state(module: nn.Module, name: str) -> Any:
-    state = getattr(module.weight, "quant_state", None) or module.quant_state
-    if state is None or len(state.shape) != 2 or tuple(state.shape) != (module.out_features, module.in_features):
-        raise ModelError(
-            f"the weight of {name!r} is not quantized, although it is a {type(module).__name__}",
-            fix="load the model with from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
-        )
-    if getattr(state, "packing_format_for_cpu", False):
-        raise ModelError(
-            f"the weight of {name!r} was repacked by a forward in evaluation",
-            why="bitsandbytes does so on CPUs with AVX512-BF16, and rounds the scales to bf16",
-            fix="load the model again, and train it before it is evaluated or generates",
-        )
-    return state
 
 
 # -- products ---------------------------------------------------------------------------------------------------------

@@ -62,22 +62,17 @@ class FourBitWeight:
         step = 0 if spec.shard_dim is None or not by_blocks else block if spec.shard_dim == len(lead) else 1
         packed = Packed(self.shape, step, numel)
         blocks: tuple[int, ...] = (*lead, columns // block) if by_blocks else (-(-numel // block),)
-        codes: tuple[int, ...] = (*blocks, block // 2) if by_blocks else (-(-numel // 2),)
-        common = replace(spec, frozen_dtype=None, trainable=False, partial_gradient=False)
-        return (
-            replace(common, shape=codes, dtype="uint8", packed=packed),
-            replace(
-                common,
-                name=f"{spec.name.removesuffix(self.leaf)}{SCALES}",
-                shape=blocks,
-                dtype="float32",
-                packed=replace(packed, weights=0),
-            ),
+        shape: tuple[int, ...] = (*blocks, block // 2) if by_blocks else (-(-numel // 2),)
+        codes = replace(
+            spec, shape=shape, dtype="uint8", frozen_dtype=None, trainable=False, partial_gradient=False, packed=packed
         )
+        name, packed = f"{spec.name.removesuffix(self.leaf)}{SCALES}", replace(packed, weights=0)
+        return codes, replace(codes, name=name, shape=blocks, dtype="float32", packed=packed)
 
     # -- the user's module
 
-    def state_of(self, module: nn.Module, name: str) -> Any:
+    @staticmethod
+    def state_of(module: Any, name: str) -> Any:
         raise NotImplementedError
 
     def stored(self, module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -137,10 +132,10 @@ class FourBitWeight:
         each = spec.row_size if dim is not None else 1 if are_scales else block // 2
         of_one = (block if by_columns else 1) * self.numel // self.shape[dim] if dim is not None else block
         first, last = (0, spec.numel // each) if nested else (start // each, -(-stop // each))
-        if nested or dim is None:
-            weights = (
-                read(whole, 0, self.numel) if nested else read(whole, first * of_one, min(last * of_one, self.numel))
-            )
+        if nested:
+            weights = read(whole, 0, self.numel)
+        elif dim is None:
+            weights = read(whole, first * of_one, min(last * of_one, self.numel))
         else:
             weights = read(plain, first * of_one, last * of_one)
             rest = [size for at, size in enumerate(self.shape) if at != dim]
@@ -159,14 +154,6 @@ class FourBitWeight:
     def plain_weight(self, name: str) -> str:
         """The name of the plain weight, from the name of its codes or scales."""
         raise NotImplementedError
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of weights that are not read yet."""
-    config: Any = model.config
-    dtype: torch.dtype | str = config.dtype
-    known: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return known
 
 
 def plain_codes(parameter: Tensor) -> Tensor:

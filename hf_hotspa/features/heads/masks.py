@@ -1,7 +1,8 @@
 """Whether the masks that a family makes hide what the packed attention hides, for layers whose tokens see both sides."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,32 +14,25 @@ from hf_hotspa.parallel.attention import calls_attention, window_of
 from hf_hotspa.parallel.fused_attention import hidden_pairs
 
 
-class _Returns(nn.Module):
-    """In the place of the embeddings."""
+class InPlaceOf(nn.Module):
+    """In the place of a module, on a shallow copy of a model: has the module's attributes, and another forward."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., object]) -> None:
         super().__init__()
-        self._hidden = hidden
+        self.__dict__.update(_module=module, _run=run)  # not a child: its weights may be old
 
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
-        return self._hidden
-
-
-class _Skipped(nn.Module):
-    """In the place of a layer, whose masks it notes, or of what follows the layers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update(_module=module, masks=[])  # families read attributes of layers
-
-    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
-        size = hidden.shape[1]
-        given = (*args, *kwargs.values())
-        self.masks += [x[0, 0] for x in given if isinstance(x, Tensor) and x.shape[2:] == (size, size)]
-        return hidden
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self._run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
+
+
+def _skip(masks: list[Tensor], hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """The forward of a layer that does nothing but note its masks, and of what follows the layers."""
+    size = hidden.shape[1]
+    masks += [x[0, 0] for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.shape[2:] == (size, size)]
+    return hidden
 
 
 def refuse_other_masks(base: PreTrainedModel) -> None:
@@ -46,16 +40,16 @@ def refuse_other_masks(base: PreTrainedModel) -> None:
     the masks that it gives a layer hide other tokens than the windows of its attention modules; or it does not run."""
     family = base.config.get_text_config().model_type
     layers = {
-        name: layer
+        f"{name}.{number}": layer
         for name, stack in base.named_modules()
         if isinstance(stack, nn.ModuleList)
-        for name, layer in stack.named_children()
-        for name in [f"{_name_of(base, stack)}.{name}"]
+        for number, layer in stack.named_children()
         if any(map(calls_attention, layer.modules()))
     }
     windows = {name: {window_of(m) for m in layer.modules() if calls_attention(m)} for name, layer in layers.items()}
     size = 2 + max((window for own in windows.values() for window in own if window is not None), default=6)
-    skipped = {name: _Skipped(layer) for name, layer in layers.items()}
+    masks: dict[str, list[Tensor]] = {name: [] for name in layers}
+    skipped = {name: InPlaceOf(layer, partial(_skip, masks[name])) for name, layer in layers.items()}
     try:
         with torch.no_grad(), torch.device("cpu"):
             _without_weights(base, skipped, size)(
@@ -68,7 +62,7 @@ def refuse_other_masks(base: PreTrainedModel) -> None:
     every = slice(0, size)
     for name, own in windows.items():
         expected = [~hidden_pairs(every, every, window, True, torch.device("cpu")) for window in own]
-        seen = [mask if mask.dtype == torch.bool else mask == 0 for mask in skipped[name].masks]
+        seen = [mask if mask.dtype == torch.bool else mask == 0 for mask in masks[name]]
         if not all(
             any(torch.equal(mask, other) for other in expected)
             for mask in seen or [torch.ones(size, size, device="cpu") > 0]
@@ -80,10 +74,6 @@ def refuse_other_masks(base: PreTrainedModel) -> None:
             )
 
 
-def _name_of(base: nn.Module, module: nn.Module) -> str:
-    return next(name for name, candidate in base.named_modules() if candidate is module)
-
-
 def _without_weights(base: PreTrainedModel, layers: Mapping[str, nn.Module], size: int) -> nn.Module:
     """A shallow copy of a base on CPU: with other layers, by name, and without embeddings and what follows the layers."""
     hidden = torch.zeros(1, size, base.config.get_text_config().hidden_size, dtype=torch.float32)
@@ -93,11 +83,10 @@ def _without_weights(base: PreTrainedModel, layers: Mapping[str, nn.Module], siz
         if prefix in layers:
             return layers[prefix]
         if any(m is embedding for m in module.modules()) and module is not base:
-            return _Returns(hidden)
-        inside = any(name.startswith(f"{prefix}.") for name in layers)
-        if module is not base and not inside:
+            return InPlaceOf(module, lambda *_, **__: hidden)
+        if module is not base and not any(name.startswith(f"{prefix}.") for name in layers):
             has_parameters = any(True for _ in module.parameters())
-            return _Skipped(module) if has_parameters else _filled(base, module)
+            return InPlaceOf(module, partial(_skip, [])) if has_parameters else _filled(base, module)
         made = copy.copy(module)
         made._modules = {
             name: child if child is None else copied(child, f"{prefix}.{name}".lstrip("."))

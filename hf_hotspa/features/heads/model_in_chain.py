@@ -5,6 +5,7 @@ If the library's pooling follows directly on a base, the ranks that compute hidd
 have returned one token for each row, of which any of the library's poolings is this token.
 """
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,13 +35,9 @@ class _BaseAlone:
         super().__init__(config)  # type: ignore[call-arg]
         self.called = "model"  # what a chain calls
         self.pool = Pooling(self.pooling) if self.pooling else None
-        if base is None:
-            self.model = self._kind(config)
+        self.model = self._kind(config) if base is None else base
+        with nullcontext() if base is None else no_init_weights():
             self.post_init()  # type: ignore[attr-defined]
-        else:
-            self.model = base
-            with no_init_weights():
-                self.post_init()  # type: ignore[attr-defined]
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **more: object

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import ModelOutput, TransformersKwargs
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.features.heads.masks import refuse_other_masks
+from hf_hotspa.features.heads.masks import InPlaceOf, refuse_other_masks
 from hf_hotspa.features.heads.pooling import Pooling, shares
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
@@ -77,10 +77,7 @@ class Mark(Tensor):
 
     @staticmethod
     def make(
-        like: Tensor,
-        path: tuple[str, ...],
-        places: Tensor | None = None,
-        numbers_of: NumbersOf = lambda path: None,
+        like: Tensor, path: tuple[str, ...], places: Tensor | None = None, numbers_of: NumbersOf = lambda path: None
     ) -> "Mark":
         """A mark of the shape, dtype and device of a tensor."""
         mark: Mark = torch.Tensor._make_subclass(Mark, like)
@@ -110,12 +107,9 @@ class Mark(Tensor):
                 return func(*args, **named)
             if name == "to" and args[1:] and args[1] in (args[0].dtype, args[0].device):
                 return args[0]
-            if (
-                name == "__getitem__"
-                and isinstance(args[0], Mark)
-                and (chosen := _chosen(args[0], args[1])) is not None
-            ):
-                return chosen
+            chosen = _chosen(*args) if name == "__getitem__" and isinstance(args[0], Mark) else None
+        if chosen is not None:
+            return chosen
         marks = [each for each in tree_leaves((args, named)) if isinstance(each, Mark)]
         is_plain = len(args) == 1 and all(value in (False, "none") for value in named.values())
         if name in _FUNCTIONS and is_plain and marks[0].places is not None:
@@ -150,42 +144,22 @@ def _unsupported(what: str, why: str = "a head here maps the hidden state of eac
     return UnsupportedError(f"the forward of the model {what}", why=why, fix=_FIX)
 
 
-class _InPlaceOf(nn.Module):
-    """A module of the model's own forward on a shallow copy of the model."""
-
-    def __init__(self, module: nn.Module, run: Callable[..., object]) -> None:
-        super().__init__()
-        self.__dict__.update(_module=module, _run=run)  # not a child: its weights may be old
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        return self._run(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_module"], name)
-
-
 class _Forward:
     """One call of the model's own forward, without its base and its heads."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        top: str,
-        given: Mapping[str, Any],
-        numbers_of: NumbersOf,
-    ) -> None:
-        self._model, self._top, self._given, self._numbers_of, self.calls = model, top, given, numbers_of, 0
-        self.shell = shell = copy.copy(model)
+    def __init__(self, model: nn.Module, top: str, given: Mapping[str, Any], numbers_of: NumbersOf) -> None:
+        self._model, self._top, self._given, self._numbers_of, self._calls = model, top, given, numbers_of, 0
+        self._shell = shell = copy.copy(model)
         vars(shell).pop("forward", None)  # routed calls, or accelerate's
         shell._modules = {name: self._stub(name, child) for name, child in model._modules.items()}
-        shell._modules[top] = _InPlaceOf(model.get_submodule(top), partial(self._base, model.get_submodule(top)))
+        shell._modules[top] = InPlaceOf(model.get_submodule(top), partial(self._base, model.get_submodule(top)))
 
     def run(self) -> Any:
         """What the forward returns. Raises `UnsupportedError`: it does something else with hidden states."""
         given = {name: value for name, value in self._given.items() if value is not None}
-        out = type(self._model).forward(self.shell, **given)
-        if self.calls != 1:
-            raise _unsupported(f"calls its base {self.calls} times")
+        out = type(self._model).forward(self._shell, **given)
+        if self._calls != 1:
+            raise _unsupported(f"calls its base {self._calls} times")
         return out
 
     def _stub(self, name: str, child: nn.Module | None) -> nn.Module | None:
@@ -193,10 +167,10 @@ class _Forward:
             made = copy.copy(child)
             made._modules = {key: self._stub(f"{name}.{key}", inner) for key, inner in child._modules.items()}
             return made
-        return child if child is None else _InPlaceOf(child, partial(self._head, name, child))
+        return child if child is None else InPlaceOf(child, partial(self._head, name, child))
 
     def _base(self, base: nn.Module, *args: object, **kwargs: object) -> ModelOutput:
-        self.calls += 1
+        self._calls += 1
         signature = inspect.signature(type(base).forward)
         bound = signature.bind_partial(base, *args, **kwargs).arguments
         more = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.exchanges import set_class
 from hf_hotspa.features.lora.expert_deltas import ExpertDelta, mend_wrappers
-from hf_hotspa.model.model_kind import INPUTS, NEITHER, OUTPUTS, text_base
+from hf_hotspa.model.model_kind import INPUTS, NEITHER, OUTPUTS, of_text
 from hf_hotspa.model.packed_layer import packed_layers
 from hf_hotspa.model.tensor_plan import is_fused
 from hf_hotspa.parallel.wrapped_model import bare_model, base_layer, is_wrapped, place_inside
@@ -203,34 +203,34 @@ def read_adapters(model: nn.Module) -> Adapters | None:
         _refuse_other_neighbours(bare, configs)
     tops = {path.rpartition(".")[2] for path, place in inside.items() if place.startswith("modules_to_save.")}
     replicated = {name: _for_replicas(config, tops) for name, config in configs.items()}
-    scalings, packed = _scalings(bare), packed_layers(bare)
-    around = {path: packed.get(f"{path}.{place}") for path, place in inside.items() if path in scalings}
-    classes = {path: layer.adapter_class() for path, layer in around.items() if layer is not None}
+    packed = packed_layers(bare)
+    scalings = _scalings(bare, of_replicas, packed)
+    classes = {path: packed[own].adapter_class() for path in scalings if (own := f"{path}.{inside[path]}") in packed}
     return Adapters(trained, replicated, scalings, parameters, inside, classes)
 
 
 def _refuse_options(config: "LoraConfig") -> None:
     for option, (why, fix) in _REFUSED.items():
-        value = getattr(config, option, None)
-        if value:
+        if value := getattr(config, option, None):
             raise UnsupportedError(f"the LoRA config has {option}={value!r}", why=why, fix=fix)
 
 
 def _of_replicas(bare: nn.Module) -> dict[str, nn.Module]:
     """The modules that replicas have; adapters on the other half of a multimodal model run in the object itself."""
-    if not isinstance(bare, PreTrainedModel) or (base := text_base(bare)) is None:
+    if not isinstance(bare, PreTrainedModel):
         return dict(bare.named_modules())
-    outer = f"{base.partition('.')[0]}."
-    return {
-        path: module
-        for path, module in bare.named_modules()
-        if not path.startswith(outer) or f"{path}.".startswith(f"{base}.")
-    }
+    is_of_text = of_text(bare)
+    return {path: module for path, module in bare.named_modules() if is_of_text(path)}
 
 
 def _for_replicas(given: "LoraConfig", copied: Collection[str]) -> "LoraConfig":
-    """`copied`: the last parts of the names of modules of replicas that have trained copies."""
-    config = _plain(given)
+    """A copy as PEFT's own class: a front end's may have more fields, which change what PEFT makes. `copied`: the last parts of
+    the names of modules of replicas that have trained copies."""
+    from peft import LoraConfig
+
+    more = {field.name for field in fields(given)} - {field.name for field in fields(LoraConfig)}
+    config = object.__new__(LoraConfig)
+    config.__dict__.update({key: copy.deepcopy(value) for key, value in vars(given).items() if key not in more})
     if config.modules_to_save is not None:
         config.modules_to_save = [name for name in config.modules_to_save if name.rpartition(".")[2] in copied] or None
     config.init_lora_weights = False  # the values come from the model; inits such as PiSSA read the base weights
@@ -240,11 +240,13 @@ def _for_replicas(given: "LoraConfig", copied: Collection[str]) -> "LoraConfig":
 
 def _trained(model: nn.Module) -> str:
     """The name of the adapter that acts, if it is the only one that does, and no other one would be trained."""
-    active, trainable = list(model.active_adapters), set[str]()
-    for module in model.modules():
-        for name, factor in (*getattr(module, "lora_A", {}).items(), *getattr(module, "lora_B", {}).items()):
-            if any(parameter.requires_grad for parameter in factor.parameters()):
-                trainable.add(name)
+    active = list(model.active_adapters)
+    trainable = {
+        name
+        for module in model.modules()
+        for name, factor in (*getattr(module, "lora_A", {}).items(), *getattr(module, "lora_B", {}).items())
+        if any(parameter.requires_grad for parameter in factor.parameters())
+    }
     if len(active) != 1:
         raise UnsupportedError(
             f"the adapters {active} act together" if active else "no adapter acts",
@@ -280,16 +282,6 @@ def _refuse_other_neighbours(bare: nn.Module, configs: Mapping[str, "LoraConfig"
             )
 
 
-def _plain(given: "LoraConfig") -> "LoraConfig":
-    """A copy as PEFT's own class: a front end's may have more fields, which change what PEFT makes."""
-    from peft import LoraConfig
-
-    more = {field.name for field in fields(given)} - {field.name for field in fields(LoraConfig)}
-    plain = object.__new__(LoraConfig)
-    plain.__dict__.update({key: copy.deepcopy(value) for key, value in vars(given).items() if key not in more})
-    return plain
-
-
 def _refuse_bare_tuners(model: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -306,15 +298,15 @@ def _refuse_bare_tuners(model: nn.Module) -> None:
 
 def _refuse_idle(model: nn.Module, name: str) -> None:
     """Raises an error if the adapter does not take part in the forward, or is not trained."""
-    trained = any(p.requires_grad for p in model.parameters())
     merged = any(getattr(module, "merged_adapters", None) for module in model.modules())
     disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
-    states = [("merged into the base weights", merged, "call model.unmerge_adapter()")]
-    states += [("disabled", disabled or name not in model.active_adapters, f"call model.set_adapter({name!r})")]
     # not by `inference_mode`, which `set_adapter` leaves as it was when it makes an adapter trainable
-    fix = f"load it with PeftModel.from_pretrained(..., is_trainable=True), or call model.set_adapter({name!r})"
-    states += [("loaded for inference", not trained, fix)]
-    for state, holds, fix in states:
+    frozen, act = not any(p.requires_grad for p in model.parameters()), f"call model.set_adapter({name!r})"
+    for state, holds, fix in (
+        ("merged into the base weights", merged, "call model.unmerge_adapter()"),
+        ("disabled", disabled, act),
+        ("loaded for inference", frozen, f"load it with PeftModel.from_pretrained(..., is_trainable=True), or {act}"),
+    ):
         if holds:
             raise UnsupportedError(
                 f"the adapter {name!r} is {state}", why="none of its weights would be trained", fix=fix
@@ -343,28 +335,27 @@ def _refuse_resized(model: nn.Module, config: "LoraConfig") -> None:
         )
 
 
-def _scalings(bare: nn.Module) -> dict[str, dict[str, float]]:
+def _scalings(
+    bare: nn.Module, of_replicas: Mapping[str, Any], packed: Mapping[str, Any]
+) -> dict[str, dict[str, float]]:
     """The factors of each LoRA layer by adapter; raises an error unless all wrappers are known, on known layers."""
     from peft.tuners.lora import Embedding, Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    scalings, packed = dict[str, dict[str, float]](), packed_layers(bare)
-    for path, module in _of_replicas(bare).items():
+    scalings = dict[str, dict[str, float]]()
+    for path, module in of_replicas.items():
         if isinstance(module, AuxiliaryTrainingWrapper):
             _refuse_other_copies(bare, path, module, packed)
         if not isinstance(module, BaseTunerLayer) or path.endswith(".token_adapter"):
             continue
         base = base_layer(module)
+        known = Linear if type(base) is nn.Linear else Embedding if isinstance(base, nn.Embedding) else None
+        if (layer := packed.get(f"{path}.{place_inside(module)}")) is not None:
+            known = layer.adapter_class()
         if is_of_parameter(module):
             _refuse_other_parameters(path, module, base)
-        elif (layer := packed.get(f"{path}.{place_inside(module)}")) is not None:
-            known = type(module) is layer.adapter_class()
-        else:
-            known = (type(module) is Linear and type(base) is nn.Linear) or (
-                type(module) is Embedding and isinstance(base, nn.Embedding)
-            )
-        if not is_of_parameter(module) and not known:
+        elif type(module) is not known:
             raise UnsupportedError(
                 f"the adapter on {path!r} is a {type(module).__name__} around a {type(base).__name__}",
                 why=_WHY,

@@ -6,7 +6,7 @@ If tensor parallelism cuts the inputs, the shards' squared norms are added up. A
 one sum over shards still serves base and adapter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,25 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.collectives import CLOCK
+from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.tensor_parallel import plain_product
 from hf_hotspa.parallel.wrapped_model import base_layer
-
-SumOf = Callable[[Tensor], Tensor]
 
 
 class Dora:
     """DoRA on a linear layer of a replica, in the place of PEFT's variant.
 
     Attributes:
-        sum_of: Adds up a tensor over the shards that cut the layer's inputs; None if they are whole.
+        sharers: The ranks with the other inputs of the layer; None if this rank has all.
     """
 
-    def __init__(self) -> None:
-        self.sum_of: SumOf | None = None
+    sharers: dist.ProcessGroup | None = None
 
     def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: object) -> Tensor:
         """[..., out]: the layer's output, from its input [..., in], cast for the adapter, and the base's output."""
@@ -45,7 +42,7 @@ class Dora:
         scale = module.lora_magnitude_vector[active_adapter].weight / norm
         if isinstance(dropout, nn.Identity) or not module.training:
             # the sum over shards comes before the bias
-            base = result if layer.bias is None or self.sum_of is not None else result - layer.bias
+            base = result if layer.bias is None or self.sharers is not None else result - layer.bias
         else:
             x = dropout(x)
             base = plain_product(x, linear=layer)
@@ -53,7 +50,12 @@ class Dora:
 
     def _norm(self, weight: Tensor, added: Tensor, scaling: float, dim: int) -> Tensor:
         norm = torch.linalg.vector_norm(weight + scaling * added, dim=dim)
-        return norm if self.sum_of is None else self.sum_of(norm.square()).sqrt()
+        if self.sharers is None:
+            return norm
+        squares = norm.square()
+        with CLOCK.waiting:
+            dist.all_reduce(squares, group=self.sharers)
+        return squares.sqrt()
 
 
 class DoraOfEmbedding(Dora):
@@ -87,8 +89,8 @@ def put_dora(module: Any, name: str) -> None:
 
 def _plain_weight(layer: Any, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of a linear layer, or of its shard, in a dtype; of a packed one, made for the call."""
-    made = getattr(getattr(layer, "hotspa_product", None), "weight", None)
-    weight: Tensor = layer.weight.to(dtype) if made is None else made(dtype)
+    product = getattr(layer, "hotspa_product", None)
+    weight: Tensor = layer.weight.to(dtype) if product is None else product.weight(dtype)
     return weight
 
 
@@ -96,9 +98,7 @@ def use_shards(replica: Replica, description: ModelDescription) -> None:
     """Makes the wrappers of a replica compute with its shards. Call before tp wraps their forwards."""
     added, tensor = description.added, replica.mesh.tensor
     assert added is not None
-    specs: Mapping[str, ParameterSpec] = {
-        name: spec for spec in description.vector.specs for name in (spec.name, *spec.tied_names)
-    }
+    specs = {name: spec for spec in description.vector.specs for name in (spec.name, *spec.tied_names)}
     for name, module in replica.model.named_modules():
         if name not in added.inside:
             continue
@@ -111,22 +111,15 @@ def use_shards(replica: Replica, description: ModelDescription) -> None:
             is_table = isinstance(base_layer(module), nn.Embedding)
             if spec is not None and spec.shard_dim == (0 if is_table else 1):
                 for own in added.scalings[name]:
-                    _sum_inputs(module, own, partial(_sum, group=tensor.group), tensor.size)
+                    _sum_inputs(module, own, tensor)
 
 
-def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    with CLOCK.waiting:
-        dist.all_reduce(x, group=group)
-    return x
-
-
-def _sum_inputs(module: Any, name: str, sum_of: SumOf, size: int) -> None:
+def _sum_inputs(module: Any, name: str, tensor: TensorGroup) -> None:
     if isinstance(variant := module.lora_variant.get(name), Dora):
-        variant.sum_of = sum_of
-    if (
-        name in module.lora_B and (b := module.lora_B[name]).bias is not None
-    ):  # each shard adds its share before the sum
-        b.forward = lambda x: functional.linear(x, b.weight, b.bias / size)
+        variant.sharers = tensor.group
+    # each shard adds its share of a bias before the sum
+    if name in module.lora_B and (b := module.lora_B[name]).bias is not None:
+        b.forward = lambda x: functional.linear(x, b.weight, b.bias / tensor.size)
 
 
 def _use_rows(layer: Any, name: str, place: tuple[int, int] | None, device: torch.device) -> None:

@@ -84,29 +84,21 @@ def check(optimizer: Optimizer) -> None:
     name = f"the optimizer {kind.__name__} of {library}"
     reason = None
     if _library_class(kind) is not kind:
-        name, reason = (
-            f"the optimizer {kind.__name__}",
-            f"it is derived from a class of {library}, whose code it may change",
-        )
+        name = f"the optimizer {kind.__name__}"
+        reason = f"it is derived from a class of {library}, whose code it may change"
     elif library == TORCHAO and kind.__name__ not in _TORCHAO_KINDS:
         reason = f"of torchao's, {', '.join(_TORCHAO_KINDS)} have been tried"
     elif library == TORCHAO:
         block = attributes["block_size"]
         if not isinstance(block, int) or block < 2 or MASTER_ALIGNMENT % block:
-            name, reason = (
-                f"block_size={block!r} of {name}",
-                f"blocks must divide the {MASTER_ALIGNMENT} elements at which shares end",
-            )
+            name = f"block_size={block!r} of {name}"
+            reason = f"blocks must divide the {MASTER_ALIGNMENT} elements at which shares end"
     elif getattr(attributes.get("args"), "max_unorm", 0.0):
         reason = "it scales by the norm of whole tensors, of which a rank has shares"
     if reason:
         raise UnsupportedError(
             f"{name} cannot be honoured", why=reason, fix="use optim=adamw_8bit, or AdamW8bit of the library as it is"
         )
-
-
-def _is_ours(kind: type) -> bool:
-    return issubclass(kind, _OnShares)
 
 
 class _OnShares:
@@ -160,10 +152,9 @@ def overrides_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """Id of a parameter -> its bitsandbytes overrides: embeddings have 32 bits if `Trainer` makes the optimizer."""
     if library_of(type(optimizer)) != BITSANDBYTES:
         return {}
-    manager, of_modules = optimizer.mng, {}
-    for module, attribute, config in manager.module_weight_config_triple:
-        of_modules[id(getattr(module, attribute, None))] = config
-    return {**manager.pid2config, **of_modules}
+    told = optimizer.mng.module_weight_config_triple
+    of_modules = {id(getattr(module, attribute, None)): config for module, attribute, config in told}
+    return {**optimizer.mng.pid2config, **of_modules}
 
 
 def adopt(optimizer: Optimizer, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None) -> None:
@@ -171,7 +162,7 @@ def adopt(optimizer: Optimizer, master: MasterStore, overrides: Mapping[int, dic
     `overrides`: id of a share -> its parameter's overrides in `GlobalOptimManager`. Raises `UnsupportedError`: the
     optimizer cannot be honoured; it is unchanged."""
     check(optimizer)
-    if not _is_ours(type(optimizer)):
+    if needs_adopting(type(optimizer)):
         kind: Any = type(optimizer)
         set_class(optimizer, _on_shares(kind), "optimizer")
         if library_of(kind) == TORCHAO and master.rank == 0:
@@ -204,14 +195,14 @@ def _report_compilation(optimizer: Optimizer) -> None:
 
 def disown(optimizer: Optimizer) -> None:
     """Undoes `adopt`: the optimizer continues with parameters that are not shares."""
-    if _is_ours(type(optimizer)):
+    if isinstance(optimizer, _OnShares):
         set_class(optimizer, type(optimizer).__bases__[0], "optimizer")
         del optimizer.wholes, optimizer.overrides
 
 
 def needs_adopting(kind: type) -> bool:
     """Whether it is such a class without the changes of `adopt`."""
-    return not _is_ours(kind)
+    return not issubclass(kind, _OnShares)
 
 
 # -- states as they are saved -------------------------------------------------------------------------------------------
@@ -228,11 +219,11 @@ def kind_of(optimizer: Optimizer) -> str:
 
 def code_digest(optimizer: Optimizer) -> str:
     """A digest of what the codes in its states mean."""
-    library = library_of(type(optimizer))
-    tables = [_maps(optimizer)[name] for name in _MAPS] if library == BITSANDBYTES else [
-        optimizer._subclass_zeros(torch.empty(optimizer.block_size), signed, optimizer.block_size).qmap
-        for signed in (True, False)
-    ]  # fmt: skip
+    if library_of(type(optimizer)) == BITSANDBYTES:
+        tables = list(_maps(optimizer).values())
+    else:
+        size = optimizer.block_size
+        tables = [optimizer._subclass_zeros(torch.empty(size), signed, size).qmap for signed in (True, False)]
     numbers = torch.cat([table.detach().cpu().float() for table in tables])
     return hashlib.sha256(numbers.numpy().astype("<f4").tobytes()).hexdigest()[:16]
 
@@ -256,9 +247,8 @@ def stored_states(optimizer: Optimizer, share: Tensor) -> tuple[dict[str, Stored
             for number, row in enumerate(rows):
                 stored[key if value.dim() == 1 else f"{key}.{number}"] = Stored(row, each)
         elif library == TORCHAO and isinstance(value, Tensor) and value.dim() and optimizer.is_quantized(share):
-            packed = 8 // _bits(optimizer)
             codes = getattr(value, "codes", torch.empty(0, dtype=torch.uint8))  # no part of the parameter is here
-            stored[f"{key}.codes"] = Stored(codes, packed)
+            stored[f"{key}.codes"] = Stored(codes, _codes_in_a_byte(optimizer))
             stored[f"{key}.scale"] = Stored(getattr(value, "scale", torch.empty(0)), optimizer.block_size)
         elif isinstance(value, Tensor) and value.shape == share.shape:
             stored[key] = Stored(value)
@@ -267,8 +257,8 @@ def stored_states(optimizer: Optimizer, share: Tensor) -> tuple[dict[str, Stored
     return stored, rest
 
 
-def _bits(optimizer: Optimizer) -> int:
-    return 4 if "4bit" in type(optimizer).__name__ else 8
+def _codes_in_a_byte(optimizer: Optimizer) -> int:
+    return 2 if "4bit" in type(optimizer).__name__ else 1
 
 
 def loaded_states(optimizer: Optimizer, share: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -331,7 +321,7 @@ def cut_state(optimizer: Optimizer, state: Mapping[str, Any], share: MasterShare
 def _cut_codes(optimizer: Optimizer, value: Any, lead: int, start: int, stop: int) -> Tensor:
     if not hasattr(value, "codes"):
         return value.flatten(lead)[..., start:stop].clone()  # type: ignore[no-any-return]
-    packed, empty = 8 // _bits(optimizer), torch.empty(stop - start, dtype=value.dtype)
+    packed, empty = _codes_in_a_byte(optimizer), torch.empty(stop - start, dtype=value.dtype)
     if start == stop:
         return empty
     cut = optimizer._subclass_zeros(empty, value.signed, value.block_size)
