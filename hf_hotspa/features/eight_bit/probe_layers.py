@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_hotspa.features.eight_bit.llm_int8 import LLMInt8
+
 
 def config_of(of_bitsandbytes: bool) -> Any:
     """The `quantization_config` for 8 bits of bitsandbytes, or else of torchao."""
@@ -27,13 +29,10 @@ def convert(model: PreTrainedModel, of_bitsandbytes: bool) -> None:
 
 
 def _to_llm_int8(model: PreTrainedModel, name: str, linear: nn.Linear) -> None:
-    from bitsandbytes.nn.modules import Int8Params, Linear8bitLt
+    from bitsandbytes.nn.modules import Int8Params
 
-    threshold = config_of(True).llm_int8_threshold
-    packed = Linear8bitLt(
-        linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False, threshold=threshold,
-        device="meta",
-    )  # fmt: skip
+    shape, threshold = (linear.out_features, linear.in_features), config_of(True).llm_int8_threshold
+    packed = LLMInt8(shape, linear.bias is not None, threshold).fresh()
     packed.weight = Int8Params(linear.weight.detach().cpu(), requires_grad=False).to(linear.weight.device)
     packed.bias = linear.bias
     model.set_submodule(name, packed)

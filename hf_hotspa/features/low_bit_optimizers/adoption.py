@@ -23,7 +23,7 @@ from hf_hotspa.engine.master import MasterShare, MasterStore
 from hf_hotspa.engine.optimizer_states import Stored
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.exchanges import set_class
-from hf_hotspa.features.low_bit_optimizers.terms import LOW_BIT_STATES
+from hf_hotspa.features.low_bit_optimizers.terms import BLOCK, LEAST, LOW_BIT_STATES
 from hf_hotspa.layout.placement import MASTER_ALIGNMENT
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.versions import version_of
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
 RELEASES = {BITSANDBYTES: ">=0.50,<0.51", TORCHAO: ">=0.16,<0.19"}
 """Tested releases, as in setup.cfg. Others may move what is overridden of their classes."""
-_BNB_BLOCK = 256  # elements that share one scale in bitsandbytes, which does not name the number
-_TORCHAO_LEAST = 4096  # elements from which torchao quantizes a parameter; torchao does not name the number either
 _TORCHAO_KINDS = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit")
 _ELEMENTS, _SCALES, _MAPS = ("state1", "state2"), ("absmax1", "absmax2"), ("qmap1", "qmap2")
 """What bitsandbytes keeps per parameter: codes or fp32 values, the scales of blocks, and constant tables."""
@@ -136,7 +134,7 @@ def _on_shares(kind: type[Optimizer]) -> type[Optimizer]:
         class TorchAO(kind, _OnShares):  # type: ignore[misc]
             def is_quantized(self, share: Tensor) -> bool:
                 whole = self.wholes[id(share)]
-                return whole >= _TORCHAO_LEAST and whole % self.block_size == 0
+                return whole >= LEAST and whole % self.block_size == 0
 
             def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
                 if p.numel() and self.is_quantized(p):
@@ -242,7 +240,7 @@ def stored_states(optimizer: Optimizer, share: Tensor) -> tuple[dict[str, Stored
         if library == BITSANDBYTES and key in _MAPS:
             continue
         if library == BITSANDBYTES and key in (*_ELEMENTS, *_SCALES):
-            each = 1 if key in _ELEMENTS else _BNB_BLOCK
+            each = 1 if key in _ELEMENTS else BLOCK
             rows = [value] if value.dim() == 1 else value  # AdEMAMix keeps two of the first kind
             for number, row in enumerate(rows):
                 stored[key if value.dim() == 1 else f"{key}.{number}"] = Stored(row, each)
@@ -294,8 +292,8 @@ def cut_state(optimizer: Optimizer, state: Mapping[str, Any], share: MasterShare
             continue
         rows = lead if key in (_ELEMENTS[0], _SCALES[0]) else ()
         if key in _SCALES:
-            if value.shape[-1] * _BNB_BLOCK - (stop - start) >= _BNB_BLOCK:
-                cut[key] = value[..., start // _BNB_BLOCK : -(-stop // _BNB_BLOCK)].clone()
+            if value.shape[-1] * BLOCK - (stop - start) >= BLOCK:
+                cut[key] = value[..., start // BLOCK : -(-stop // BLOCK)].clone()
         elif value.shape == (*rows, stop - start) and spec.shape != value.shape[len(rows) :]:
             continue
         elif value.shape != (*rows, *spec.shape):
