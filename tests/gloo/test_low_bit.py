@@ -10,20 +10,17 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hf_hotspa.checkpoint.format.manifest import STATE_FOLDER, read_manifest
-from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.checkpoint.format.manifest import read_manifest
 from hf_hotspa.errors import ResumeError, UnsupportedError
-from hf_hotspa.features.low_bit_optimizers.adoption import adopt
-from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo.test_resume import train_without_steps
+from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows
 from tests.training_runs import STRATEGIES, contents, make_trainer, newest, one_run, same_bits, train, whole_state
-from tests.unit import test_low_bit as recorded
 
 bnb_optim = pytest.importorskip("bitsandbytes").optim
 torchao_optim = pytest.importorskip("torchao.optim")
@@ -44,17 +41,6 @@ def eager(function, *args):
     """torchao compiles for every size of a share otherwise, seconds each."""
     with torch.compiler.set_stance("force_eager"):
         return function(*args)
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_recorded_gradients_give_the_library_s_bits_on_processes(world, tmp_path):
-    """As tests/unit/test_low_bit.py has it for all kinds, where ranks are one after the other."""
-    kind, half = "bitsandbytes AdamW", tmp_path / "half"
-    (half / STATE_FOLDER).mkdir(parents=True)
-    ranks = run_ranks(world, recorded.write_rank, half, kind, recorded.STEPS // 2)
-    recorded.finish(half, kind, world, recorded.STEPS // 2, ranks)
-    end = recorded.save(tmp_path / "end", kind, 5 - world, recorded.STEPS, half, recorded.STEPS // 2)
-    recorded.same(recorded.whole(end), recorded.by_library(kind))
 
 
 def two_runs(rank, world, folder):
@@ -212,7 +198,7 @@ def stock_losses(
     args: Any = TrainingArguments(**options)
     if ours:
         args = HotSPaTrainingArguments(**options, hotspa_strategies="dp1:60@64", hotspa_report=False)
-    collator: dict[str, Any] = {} if ours else {"data_collator": padded}
+    collator: dict[str, Any] = {} if ours else {"data_collator": _pad}
     kind: Any = HotSPaTrainer if ours else Trainer
     trainer = kind(model=built, args=args, train_dataset=rows, **collator)
     eager(trainer.train, checkpoint)
@@ -232,105 +218,3 @@ def test_a_checkpoint_of_the_stock_trainer_is_read_where_blocks_keep_their_order
         else:
             ours = stock_losses(tmp_path / "ours", optim, True, model, checkpoint, **common)
             assert ours[-2:] == pytest.approx(stock[-2:], rel=1e-5)
-
-
-def padded(rows):
-    longest = max(len(row["input_ids"]) for row in rows)
-    pad = {"input_ids": 0, "labels": -100}
-    batch = {k: torch.tensor([r[k] + [v] * (longest - len(r[k])) for r in rows]) for k, v in pad.items()}
-    mask = [[1] * len(r["input_ids"]) + [0] * (longest - len(r["input_ids"])) for r in rows]
-    return {**batch, "attention_mask": torch.tensor(mask)}
-
-
-# ------------------------------------------------------------------------------------------------ beside other ways
-
-SMALL, LARGE = (48, 48), (6, 1024)  # four of the first are one flat parameter of FSDP1; a half of the second is small
-
-
-def trained_by(way: str, library: str, world: int) -> tuple[str, torch.Tensor]:
-    """How wide states are and what the weights end as after 20 steps on the same gradients.
-
-    Args:
-        way: `alone`, `DDP`, `FSDP1`, `FSDP2`, or `ours`.
-    """
-    torch.manual_seed(0)
-    shape, count = (LARGE, 1) if library == "torchao" else (SMALL, 4)
-    layers = [torch.nn.Linear(shape[1], shape[0], bias=False) for _ in range(count)]
-    model: Any = torch.nn.ModuleList(layers)
-    if way == "DDP" and world > 1:
-        layers = [torch.nn.parallel.DistributedDataParallel(layer) for layer in layers]
-    if way == "FSDP2":
-        from torch.distributed.fsdp import fully_shard
-
-        layers = [fully_shard(layer) for layer in layers]
-    if way == "FSDP1":
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        layers = [FullyShardedDataParallel(torch.nn.Sequential(*layers), device_id=torch.device("cpu"))]
-        model = layers[0]
-    master, parameters = None, list(model.parameters())
-    if way == "ours":
-        specs = [ParameterSpec(str(i), shape, "float32", 0) for i in range(count)]
-        rank = torch.distributed.get_rank() if world > 1 else 0
-        master = MasterStore(build_vector(specs, [1], 0), rank, world, torch.device("cpu"))
-        master.fill({str(i): p.detach() for i, p in enumerate(parameters)})
-        parameters = list(master.parameters.values())
-    optimizer = {"torchao": torchao_optim.AdamW8bit, "bitsandbytes": bnb_optim.AdamW8bit}[library](parameters, lr=1e-2)
-    if master is not None:
-        adopt(optimizer, master)
-    for step in range(LONG):
-        torch.manual_seed(step + 1)
-        x, slopes = torch.randn(3, shape[1]), [torch.randn(3, shape[0]) for _ in range(count)]
-        if master is not None:
-            master.bind_gradients()
-            for (_, start, stop, *_), share, slope in zip(master.shares.values(), parameters, slopes, strict=True):
-                share.grad.copy_((slope.T @ x).flatten()[start:stop])
-        elif way == "FSDP1":  # all layers in one forward, each seeing the sum of those before
-            model(x).sum().backward()
-        else:
-            sum((layer(x) * slope).sum() for layer, slope in zip(layers, slopes, strict=True)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    states = [
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
-    ]
-    states = [getattr(value, "_local_tensor", value) for value in states]
-    wide = "8 bits" if any(hasattr(v, "codes") or v.dtype == torch.uint8 for v in states if v.numel()) else "fp32"
-    return wide, whole_weights(way, model, master, world)
-
-
-def whole_weights(way: str, model: Any, master: Any, world: int) -> torch.Tensor:
-    if master is not None:
-        return torch.cat([w.flatten() for _, w in master.gather(torch.distributed.group.WORLD if world > 1 else None)])
-    if way == "FSDP1":
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        with FullyShardedDataParallel.summon_full_params(model):
-            return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-    return torch.cat([getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in model.parameters()])
-
-
-def ways(rank, world, cases):
-    return {case: trained_by(*case, world) for case in cases}
-
-
-@pytest.mark.slow
-def test_the_same_library_elsewhere_changes_with_the_number_of_ranks():
-    """What torchao's issue 4912 and bitsandbytes' 2080 report, and ours beside it."""
-    cases = [("ours", "torchao"), ("FSDP2", "torchao"), ("DDP", "torchao"),
-             ("ours", "bitsandbytes"), ("FSDP1", "bitsandbytes"), ("DDP", "bitsandbytes")]  # fmt: skip
-    [one], [two, _] = (run_ranks(world, ways, cases, timeout=500) for world in (1, 2))
-    changed = {}
-    for case in cases:
-        (wide, weights), (wider, others) = one[case], two[case]
-        off = float((weights - others).abs().max())
-        changed[case] = wide != wider or off > 0
-        print(
-            f"{' '.join(case)}: {wide} on one rank, {wider} on two; weights differ by up to {off:.1e} after {LONG} steps"
-        )
-    assert not any(changed[case] for case in cases if case[0] != "FSDP2")
-    assert changed["FSDP2", "torchao"]
-    assert (one["FSDP1", "bitsandbytes"][0], one["DDP", "bitsandbytes"][0]) == (
-        "8 bits",
-        "fp32",
-    )  # by how it is wrapped

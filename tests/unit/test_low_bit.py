@@ -2,7 +2,6 @@
 number of ranks, and after a resume with another number of them."""
 
 import contextlib
-import hashlib
 import json
 from configparser import ConfigParser
 from dataclasses import replace
@@ -14,14 +13,13 @@ import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
-from hf_hotspa.checkpoint.format.disk import Disk, FileRecord
+from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.manifest import (
     STATE_FOLDER,
     Manifest,
     format_of,
     rank_tensors,
     read_manifest,
-    stored_as,
     verify,
 )
 from hf_hotspa.checkpoint.tensors import (
@@ -105,38 +103,25 @@ def steps(master: MasterStore, optimizer: Any, first: int, last: int) -> None:
         optimizer.step()
 
 
-def write_rank(
-    rank: int, world: int, folder: Path, kind: str, last: int, resumed: Path | None = None, first: int = 0
-) -> tuple[FileRecord, Any, Any]:
-    """The steps of a rank, and its file: what the manifest says of it, the states in it, and the optimizer's JSON."""
-    master, optimizer = of_rank(kind, rank, world)
-    if resumed is not None:
-        manifest = verify(resumed)
-        check_model(manifest, master.vector, str(resumed))
-        restore(resumed, manifest, master, optimizer, json.loads((resumed / "optimizer.json").read_text()))
-    steps(master, optimizer, first, last)
-    share = share_of(master, optimizer, master.vector)
-    record = Disk().write(folder, rank_tensors(rank, world), share.file())
-    return record, share.states, optimizer_to_json(optimizer, share)
-
-
 def save(folder: Path, kind: str, world: int, last: int, resumed: Path | None = None, first: int = 0) -> Path:
-    """A checkpoint after some steps on so many ranks, one after the other."""
-    folder.mkdir()
-    (folder / STATE_FOLDER).mkdir()
-    ranks = [write_rank(rank, world, folder, kind, last, resumed, first) for rank in range(world)]
-    return finish(folder, kind, world, last, ranks)
-
-
-def finish(folder: Path, kind: str, world: int, last: int, ranks: list[tuple[FileRecord, Any, Any]]) -> Path:
-    """Writes what rank 0 writes beside the files of ranks; any of them could, as all know the same."""
-    records, states, saved = zip(*ranks, strict=True)
-    assert all(of == states[0] for of in states)
-    assert all(of == saved[0] for of in saved)
-    (folder / "optimizer.json").write_text(json.dumps(saved[0]))
-    store = MasterStore(vector(), 0, world, torch.device("cpu"))
-    parameters = saved_parameters(store.vector, states[0], dict.fromkeys(SHAPES, "float32"), set(SHAPES))
-    segments, schema = saved_segments(store.vector, store), format_of(parameters)
+    """A checkpoint after some steps on so many ranks, one after the other. What rank 0 writes beside the files of ranks, any of
+    them could, as all know the same."""
+    (folder / STATE_FOLDER).mkdir(parents=True)
+    records, known = [], []
+    for rank in range(world):
+        master, optimizer = of_rank(kind, rank, world)
+        if resumed is not None:
+            manifest = verify(resumed)
+            check_model(manifest, master.vector, str(resumed))
+            restore(resumed, manifest, master, optimizer, json.loads((resumed / "optimizer.json").read_text()))
+        steps(master, optimizer, first, last)
+        share = share_of(master, optimizer, master.vector)
+        records.append(Disk().write(folder, rank_tensors(rank, world), share.file()))
+        known.append((share.states, optimizer_to_json(optimizer, share)))
+    assert all(of == known[0] for of in known)
+    (folder / "optimizer.json").write_text(json.dumps(known[0][1]))
+    parameters = saved_parameters(master.vector, known[0][0], dict.fromkeys(SHAPES, "float32"), set(SHAPES))
+    segments, schema = saved_segments(master.vector, master), format_of(parameters)
     manifest = Manifest(last, world, "", True, "r", {}, tuple(records), segments, parameters, schema)
     assert schema == (2 if "32" in kind else 3)  # which older releases refuse by name
     (folder / "MANIFEST.json").write_text(manifest.text())
@@ -190,23 +175,16 @@ def eager(request):
         yield
 
 
-WORLDS = {"bitsandbytes AdamW": (1, 2, 3, 4), "torchao 4 bits": (1, 2, 3, 4), "bitsandbytes AdEMAMix": (1, 3)}
+MORE_RANKS = ("bitsandbytes AdamW", "torchao 4 bits", "bitsandbytes AdEMAMix")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_are_the_library_s_on_any_number_of_ranks(kind, tmp_path):
+def test_the_bits_are_the_library_s_on_any_number_of_ranks_and_on_another_after_a_resume(kind, tmp_path):
     expected = by_library(kind)
     codes = {name for name, tensor in expected.items() if tensor.dtype == torch.uint8}
     assert bool(codes) == ("32" not in kind)
     assert not any(EMBEDDED in name for name in codes) or "torchao" in kind
-    for world in WORLDS.get(kind, (1, 2)):
-        same(whole(save(tmp_path / str(world), kind, world, STEPS)), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resume_on_another_number_of_ranks_goes_on_bit_for_bit(kind, tmp_path):
-    expected = by_library(kind)
-    for before, after in ((3, 2), (1, 4)) if kind in WORLDS else ((2, 1),):
+    for before, after in ((3, 2), (1, 4)) if kind in MORE_RANKS else ((2, 1),):
         saved = save(tmp_path / f"{before}", kind, before, STEPS // 2)
         resumed = save(tmp_path / f"{before}to{after}", kind, after, STEPS, saved, STEPS // 2)
         same(whole(resumed), expected)
@@ -218,15 +196,6 @@ def test_the_compiled_steps_of_torchao_give_the_same_bits_compiled(kind, tmp_pat
     expected = by_library(kind)
     for world in (1, 2, 3, 4):
         same(whole(save(tmp_path / str(world), kind, world, STEPS)), expected)
-
-
-def test_what_is_stored_takes_the_bytes_that_the_memory_model_counts(tmp_path):
-    manifest = read_manifest(save(tmp_path / "a", "torchao 4 bits", 2, 1))
-    even = next(parameter for parameter in manifest.parameters if parameter.name == "1.even")
-    assert {state: stored_as(text) for state, text in even.states.items()} == {
-        "weight": ("float32", 1), "exp_avg.codes": ("uint8", 2), "exp_avg.scale": ("float32", 128),
-        "exp_avg_sq.codes": ("uint8", 2), "exp_avg_sq.scale": ("float32", 128),
-    }  # fmt: skip
 
 
 def test_another_optimizer_or_other_codes_are_refused_on_resuming(tmp_path):
@@ -241,12 +210,6 @@ def test_another_optimizer_or_other_codes_are_refused_on_resuming(tmp_path):
         restore(saved, read_manifest(saved), master, optimizer, {**described, "codes": "0" * 16})
 
 
-def signed(written: dict[str, Any]) -> str:
-    """The text of a manifest with a hash that fits."""
-    body = json.dumps(written, indent=1, sort_keys=True) + "\n"
-    return json.dumps({**written, "sha256": hashlib.sha256(body.encode()).hexdigest()}, indent=1, sort_keys=True) + "\n"
-
-
 def test_blocks_on_two_ranks_and_unknown_forms_are_no_manifest(tmp_path):
     manifest = read_manifest(save(tmp_path / "a", "bitsandbytes AdamW", 2, 1))
     for old, new in (
@@ -255,13 +218,12 @@ def test_blocks_on_two_ranks_and_unknown_forms_are_no_manifest(tmp_path):
         ("float32/256", "float32/x"),
         ("uint8", "u8"),
     ):
-        written = json.loads(manifest.text())
-        del written["sha256"]
-        for parameter in written["parameters"]:
-            states = parameter["states"]
-            states |= {k: new for k, v in states.items() if v == old and k != "weight"}
+        parameters = tuple(
+            replace(p, states={k: new if v == old and k != "weight" else v for k, v in p.states.items()})
+            for p in manifest.parameters
+        )
         with pytest.raises(DamagedCheckpointError, match="the states of parameter"):
-            Manifest.parse(signed(written), "here")
+            Manifest.parse(replace(manifest, parameters=parameters).text(), "here")
     moved = [replace(s, cuts=(0, s.cuts[1] + (s.start > 0), s.cuts[2])) for s in manifest.segments]
     with pytest.raises(DamagedCheckpointError, match="are on two ranks"):
         Manifest.parse(replace(manifest, segments=tuple(moved)).text(), "here")
@@ -279,9 +241,7 @@ def weights() -> list[nn.Parameter]:
     [
         (lambda: OwnAdamW(weights()), "OwnAdamW"),
         (lambda: bnb.LAMB8bit(weights()), "norm of whole tensors"),
-        (lambda: bnb.LARS8bit(weights(), lr=0.1, momentum=0.9), "norm of whole tensors"),
         (lambda: ao.AdamWFp8(weights()), "have been tried"),
-        (lambda: ao.AdamW8bit(weights(), block_size=512), "block_size=512"),
         (lambda: ao.AdamW8bit(weights(), block_size=96), "block_size=96"),
     ],
 )
@@ -336,30 +296,22 @@ def test_a_state_of_whole_parameters_is_cut_where_blocks_keep_their_order(kind):
             expected.overrides = {}
             steps(master, expected, 0, 1)
             for name, share in master.shares.items():
-                state = optimizer.state[parameters[name]]
+                state, wanted = optimizer.state[parameters[name]], expected.state[master.parameters[name]]
+                same_state(cut_state(expected, wanted, share), wanted)  # which is cut already
                 if name == TRANSPOSED and ("bitsandbytes" in kind or SHAPES[name][0] * SHAPES[name][1] % 256 == 0):
                     with pytest.raises(UnsupportedError, match="transposed"):
                         cut_state(optimizer, state, share)
                     continue
-                cut, wanted = cut_state(optimizer, state, share), expected.state[master.parameters[name]]
-                assert cut.keys() == wanted.keys()
-                for key, value in wanted.items():
-                    assert all(map(torch.equal, tensors(cut[key]), tensors(value))), (name, key)
+                same_state(cut_state(optimizer, state, share), wanted)
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
-    return [value.codes, value.scale] if hasattr(value, "codes") else [torch.as_tensor(value)]
+def same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    def tensors(value: Any) -> list[torch.Tensor]:
+        return [value.codes, value.scale] if hasattr(value, "codes") else [torch.as_tensor(value)]
 
-
-@pytest.mark.parametrize("kind", ["bitsandbytes AdamW", "bitsandbytes AdEMAMix", "torchao 4 bits"])
-def test_a_state_that_is_cut_already_stays(kind):
-    for rank in range(2):
-        master, optimizer = of_rank(kind, rank, 2)
-        steps(master, optimizer, 0, 1)
-        for name, share in master.shares.items():
-            state = optimizer.state[master.parameters[name]]
-            again = cut_state(optimizer, state, share)
-            assert all(all(map(torch.equal, tensors(again[key]), tensors(value))) for key, value in state.items()), name
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert all(map(torch.equal, tensors(found[key]), tensors(value))), key
 
 
 def test_the_seconds_of_compiling_are_said_once(caplog):
@@ -380,7 +332,7 @@ def test_paged_states_in_host_memory_are_said_in_one_line(caplog):
     ]
 
 
-def test_an_optimizer_of_a_loop_is_adopted_before_its_first_step():
+def test_an_optimizer_of_a_loop_is_adopted_before_its_first_step_and_given_back():
     master = MasterStore(vector(), 0, 2, torch.device("cpu"))
     master.fill({name: recorded(-1, name) for name in SHAPES})
     adopt_before_steps(master)
@@ -397,11 +349,6 @@ def test_an_optimizer_of_a_loop_is_adopted_before_its_first_step():
         numel = master.shares[name].spec.numel
         assert optimizer.state[share]["state1"].dtype == (torch.uint8 if numel >= 4096 else torch.float32), name
     assert any(0 < share.numel() < 4096 <= master.shares[name].spec.numel for name, share in master.parameters.items())
-
-
-def test_adopting_is_undone():
-    _, optimizer = of_rank("bitsandbytes AdamW", 0, 2)
-    assert type(optimizer) is not bnb.AdamW8bit
     disown(optimizer)
     assert type(optimizer) is bnb.AdamW8bit
     assert "wholes" not in vars(optimizer)
