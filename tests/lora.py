@@ -35,17 +35,22 @@ def tiny_lora(
         config: Changes of the `LoraConfig`.
     """
     base = tiny_model(family, dtype, seed, **(model or {})) if family in KNOWN else tiny_model_of(family, dtype, seed)
+    return adapted(base, seed, adapter_name, **config)
+
+
+def adapted(base: Any, seed: int, adapter_name: str, **config: Any) -> Any:
+    """Such an adapter on a model; `config`: changes of the `LoraConfig`."""
     torch.manual_seed(seed)
     options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
-    adapted = get_peft_model(base, LoraConfig(**options), adapter_name)
+    model = get_peft_model(base, LoraConfig(**options), adapter_name)
     generator = torch.Generator().manual_seed(seed + 2)
     with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
+        for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
             elif any(kind in name for kind in BESIDE):  # else they would equal what they replace, or scale it by 1
                 parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
-    return adapted.train()
+    return model.train()
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:

@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import prepare_model_for_kbit_training
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from hf_hotspa.features.four_bit.four_bit_experts import quantize_experts
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import strategies_of
 from tests.families import tiny_model
-from tests.lora import BESIDE, KNOWN
+from tests.lora import KNOWN, adapted
 from tests.tiny_families import tiny_model_of
 
 EIGHT_BITS = {
@@ -35,11 +37,7 @@ def quantized(
         quantization: Another config than the `BitsAndBytesConfig`.
         config: Changes of that.
     """
-    plain = (
-        tiny_model(family, dtype, seed, **(model or {}))
-        if family in KNOWN
-        else tiny_model_of(family, dtype, seed, **(model or {}))
-    )
+    plain = (tiny_model if family in KNOWN else tiny_model_of)(family, dtype, seed, **(model or {}))
     options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **config}
     state = plain.state_dict()
     if plain.config.tie_word_embeddings:
@@ -53,6 +51,16 @@ def quantized(
     )
 
 
+def every_strategy(shape: ModelShape) -> list[str]:
+    """Of four ranks: all that the model can run, and some with options."""
+    plain = [str(s) for s in strategies_of(4) if s.unsupported_reason(shape) is None]
+    return [*plain, "dp4+z3", "tp2pp2+sp+rc", "pp2dp2+v2", "dp2tp2+sp+z3", "cp2tp2", "cp4", "pp4+ck20"]
+
+
+MIXES = (
+    "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4:45@48,tp4:60",
+    "dp4+z3:5@24,tp4+sp:10@20,cp2tp2:16@32,pp2dp2+v2:45@48,pp4+ck20+rc:60",
+)
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 128},
     "gpt_oss": {"hidden_size": 128, "intermediate_size": 128},
@@ -77,14 +85,4 @@ def tiny_qlora(
     if experts:
         lora = {"target_parameters": list(quantize_experts(loaded)), **(lora or {})}
     base = prepare_model_for_kbit_training(loaded, use_gradient_checkpointing=False)
-    torch.manual_seed(seed)
-    options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})}
-    adapted = get_peft_model(base, LoraConfig(**options), adapter_name)
-    generator = torch.Generator().manual_seed(seed + 2)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-            elif any(kind in name for kind in BESIDE):
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return adapted.train()
+    return adapted(base, seed, adapter_name, **(lora or {}))

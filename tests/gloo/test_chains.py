@@ -20,8 +20,6 @@ FAST = (("llama_gqa_bias", "right", "", "ranks", ("dp2:16,tp2:64",)),)
 FAST_4 = (("llama_gqa_bias", "left", "cls", "sizes", ("dp4:16,cp2tp2+sp:64",)),)
 WIDE = (
     ("modernbert", "right", "mean", "pairs", ("dp2:16,tp2+sp:64",)),
-    ("llama_gqa_bias", "left", "mean", "pairs", ("cp2+ck9:64",)),
-    ("qwen3_qk_norm_tied", "right", "lasttoken", "sizes", ("pp2:64",)),
     *(
     (family, side, pooling, loss, ("dp2:64", "tp2:64", "pp2+v2:64", "cp2:64", "dp2+z3:64", "cp2+ck9+rc:64", "dp2:16,tp2+sp:64"))
     for family, side, pooling, loss in (

@@ -9,13 +9,12 @@ from bitsandbytes.nn.modules import Int8Params, Linear8bitLt
 from hf_hotspa.features.eight_bit.llm_int8 import read_llm_int8
 from hf_hotspa.model.packed_layer import stored_tensors
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.strategy import strategies_of
 from tests.families import MIXTURE
 from tests.gloo.test_lora import step_error
 from tests.gloo.test_qlora import Watch
 from tests.harness import run_ranks
 from tests.oracle import random_rows
-from tests.qlora import EIGHT_BITS, WIDE, tiny_qlora
+from tests.qlora import EIGHT_BITS, MIXES, WIDE, every_strategy, tiny_qlora
 from tests.worlds import make_engine
 
 pytestmark = pytest.mark.gloo
@@ -36,10 +35,8 @@ def step_errors(rank, world_size, cases):
     found, move = {}, Int8Params.to
     for name, (family, form, buckets, sizes, *lora) in cases.items():
         Int8Params.to = move
-        given, counted = (
-            in_double(tiny_qlora(family, torch.float32, 0, sizes, *lora, quantization=EIGHT_BITS[form])),
-            [],
-        )
+        given = in_double(tiny_qlora(family, torch.float32, 0, sizes, *lora, quantization=EIGHT_BITS[form]))
+        counted = []
         # on CPUs PEFT's DoRA moves the weight to its own device in every forward, and bitsandbytes loses the scales then
         Int8Params.to = lambda weight, device: weight
         rows = random_rows(12, given.config.vocab_size, longest=60)
@@ -54,8 +51,6 @@ def step_errors(rank, world_size, cases):
 
 LLAMA, QWEN, GEMMA = "llama_gqa_bias", "qwen3_qk_norm_tied", "gemma2_soft_caps"
 CASES = {
-    "dp, tp": (LLAMA, "int8", "dp2:16@32,tp2:60", WIDE),
-    "pp, cp": (QWEN, "int8_weight_only", "pp2:16@32,cp2:60", WIDE),
     "sp, ck": (GEMMA, "int8", "tp2+sp+rc:16@32,pp2+ck20:60", WIDE),
     "z3, v2": (LLAMA, "int8_weight_only", "dp2+z3:16@32,pp2+v2:60", WIDE),
     "DoRA": (LLAMA, "int8_weight_only", "dp2:16@32,tp2:60", WIDE, {"use_dora": True}),
@@ -131,14 +126,8 @@ def test_int8_activations_are_those_of_whole_rows(threshold):
 @pytest.mark.parametrize(("family", "form"), [(LLAMA, "int8"), (QWEN, "int8_weight_only"), (GEMMA, "int8_weight_only")])
 def test_every_strategy(family, form):
     shape = describe_model(tiny_qlora(family, model=WIDE, quantization=EIGHT_BITS[form])).shape
-    strategies = [str(s) for s in strategies_of(4) if s.unsupported_reason(shape) is None]
-    strategies += ["dp4+z3", "tp2pp2+sp+rc", "pp2dp2+v2", "dp2tp2+sp+z3", "cp2tp2", "cp4", "pp4+ck20"]
-    cases = {s: (family, form, f"{s}:60@64", WIDE) for s in strategies}
-    for mix in (
-        "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4:45@48,tp4:60",
-        "dp4+z3:5@24,tp4+sp:10@20,cp2tp2:16@32,pp2dp2+v2:45@48,pp4+ck20+rc:60",
-    ):
-        cases[mix] = family, form, mix, WIDE
+    pools = [*(f"{s}:60@64" for s in every_strategy(shape)), *MIXES]
+    cases = {pool: (family, form, pool, WIDE) for pool in pools}
     errors = run_ranks(4, step_errors, cases, timeout=500)[0]
     print(errors)
     assert 0 < max(errors.values()) <= 1e-10, errors
