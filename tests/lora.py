@@ -1,12 +1,14 @@
 """Tiny LoRA models: PEFT's own wrapper around the tiny models of `tests.families`."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.families import FAMILIES as DENSE
 from tests.families import MIXTURE, tiny_model
+from tests.oracle import relative_error
 from tests.tiny_families import tiny_model_of
 
 KNOWN = (*DENSE, MIXTURE)
@@ -51,6 +53,19 @@ def adapted(base: Any, seed: int, adapter_name: str, **config: Any) -> Any:
             elif any(kind in name for kind in BESIDE):  # else they would equal what they replace, or scale it by 1
                 parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
     return model.train()
+
+
+def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The relative error of all weights together."""
+    assert found.keys() == expected.keys()
+    return relative_error(*(torch.cat([side[name].flatten() for name in expected]) for side in (found, expected)))
+
+
+def check_saved(folder: str | Path, base: Any, expected: dict[str, torch.Tensor], name: str = "default") -> None:
+    """PEFT loads a saved adapter, bit for bit."""
+    found = trained(PeftModel.from_pretrained(base, folder, name, is_trainable=True))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], tensor) for n, tensor in expected.items()), folder
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:

@@ -76,32 +76,17 @@ def outcomes(rank, world_size, seed, count):
         rows = random_rows(10, model.config.vocab_size, longest=60)
         try:
             engine = make_engine(model, buckets)
-        except UnsupportedError as error:
-            found.append((config, buckets, str(error)))
-            continue
         except Exception as error:
-            found.append((config, buckets, error))
+            found.append((config, buckets, str(error) if isinstance(error, UnsupportedError) else error))
             continue
         found.append((config, buckets, step_error(engine, model, rows)[0]))
         engine.close()
     return found
 
 
-def check(seed: int, count: int) -> None:
-    found = run_ranks(2, outcomes, seed, count, timeout=600)[0]
-    wrong = [
-        each for each in found if not isinstance(each[2], str) and not (isinstance(each[2], float) and each[2] <= 1e-11)
-    ]
-    assert not wrong, wrong
-    assert sum(isinstance(result, float) for *_, result in found) > count / 2, found
-
-
 @pytest.mark.slow
-def test_a_few_drawn_configs():
-    check(3, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0])
-def test_forty_drawn_configs(seed):
-    check(seed, 40)
+def test_forty_drawn_configs():
+    found = run_ranks(2, outcomes, 0, 40, timeout=600)[0]
+    results = [result for *_, result in found]
+    assert all(isinstance(r, str) or (isinstance(r, float) and r <= 1e-11) for r in results), found
+    assert sum(isinstance(r, float) for r in results) > 20, found

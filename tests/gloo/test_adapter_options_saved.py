@@ -14,7 +14,7 @@ from tests.families import tiny_model
 from tests.gloo.test_adapter_options import CASES, PLAIN, SOME
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, _pad, dataset_rows
 from tests.harness import run_ranks
-from tests.lora import tiny_lora, trained
+from tests.lora import check_saved, tiny_lora, trained
 from tests.oracle import exact_in_double, random_rows, relative_error
 from tests.training_runs import contents, make_trainer, newest, one_run, train
 
@@ -58,10 +58,7 @@ def test_peft_loads_what_is_saved_bit_for_bit(name, tmp_path):
     assert {n for n in saved if not n.endswith(".base_layer.weight")} == set(exported)
     assert all(torch.equal(saved[n], exported[n]) for n in exported)
     for folder in ("saved", "exported"):
-        loaded = PeftModel.from_pretrained(tiny_model(family), tmp_path / folder, is_trainable=True)
-        found = trained(loaded)
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[n], weights[n]) for n in weights), folder
+        check_saved(tmp_path / folder, tiny_model(family), weights)
 
     tiny_model(family).save_pretrained(tmp_path / "base")
     expected = PeftModel.from_pretrained(tiny_model(family), tmp_path / "saved")
@@ -106,10 +103,7 @@ def test_new_tokens_whose_embeddings_are_copies_are_saved_and_resumed(tmp_path):
     assert all(torch.equal(again[n], weights[n]) for n in weights)
     export(newest(tmp_path / "a"), tmp_path / "exported")
     for folder in ("a/saved", "exported"):
-        found = trained(
-            PeftModel.from_pretrained(with_new_tokens(tmp_path / "base"), tmp_path / folder, is_trainable=True)
-        )
-        assert all(torch.equal(found[n], weights[n]) for n in weights), folder
+        check_saved(tmp_path / folder, with_new_tokens(tmp_path / "base"), weights)
 
 
 # -- LoRA+: groups of rates that PEFT makes ------------------------------------------------------------------------------

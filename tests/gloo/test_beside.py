@@ -57,7 +57,7 @@ def plain(trained, world):
     return every, model.state_dict()
 
 
-def trained_by_the_caller(rank, world, trained, buckets, mutated):
+def trained_by_the_caller(rank, world, trained, buckets):
     expected, ends = plain(trained, world)
     model = model_of(trained)
     switched = SwitchedModel(model, parse_buckets(buckets)).train()
@@ -67,7 +67,7 @@ def trained_by_the_caller(rank, world, trained, buckets, mutated):
         ids, images = batches(step, world)[rank]
         with exact_in_double(torch.float64):
             out = switched(input_ids=ids, labels=ids)
-            if step != 1 and mutated != "load":
+            if step != 1:
                 beside.load(switched._steps.version, True)
             loss = out.loss
             if images is not None:
@@ -75,16 +75,10 @@ def trained_by_the_caller(rank, world, trained, buckets, mutated):
             loss.backward()
             switched.flush()
             gradients = switched.engine.full_gradients()
-            if mutated == "reduce":
-                gradients = {
-                    name: torch.zeros_like(g) if "language" not in name else g for name, g in gradients.items()
-                }
             reached = switched.engine.master.reached
         shown = {name: g for name, g in expected[step].items() if g is not None}
         same = reached == {name for name in shown if name in switched.engine.master.parameters}
-        same &= not any(
-            bool(g.any()) for name, g in gradients.items() if name not in shown and name != "lm_head.weight"
-        )
+        same &= not any(bool(g.any()) for n, g in gradients.items() if n not in shown and n != "lm_head.weight")
         found.append((worst({name: gradients[name] for name in shown}, shown), same))
         optimizer.step()
         optimizer.zero_grad()
@@ -95,11 +89,8 @@ def trained_by_the_caller(rank, world, trained, buckets, mutated):
     return found, apart
 
 
-ALL, TOWER, PROJECTION = (
-    ("",),
-    ("vision_tower", "multi_modal_projector", "embed_tokens"),
-    ("multi_modal_projector", "norm"),
-)
+ALL = ("",)
+TOWER, PROJECTION = ("vision_tower", "multi_modal_projector", "embed_tokens"), ("multi_modal_projector", "norm")
 CASES = (
     (2, ALL, "dp2:12,tp2+sp:64"),
     (2, PROJECTION, "pp2:64"),
@@ -114,15 +105,8 @@ CASES = (
 )
 def test_steps_of_both_halves_are_those_of_one_process(world_size, trained, buckets):
     """With images on some ranks, and in a step on none: then the optimizer leaves these parameters as they are."""
-    for found, apart in run_ranks(world_size, trained_by_the_caller, trained, buckets, None):
+    for found, apart in run_ranks(world_size, trained_by_the_caller, trained, buckets):
         for error, is_same in found:
             assert error <= 1e-11
             assert is_same
         assert apart <= 1e-9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutated", ["load", "reduce"])
-def test_it_would_show(mutated):
-    for found, apart in run_ranks(2, trained_by_the_caller, ALL, "tp2:64", mutated):
-        assert max(error for error, _ in found) > 1e-2 or apart > 1e-4

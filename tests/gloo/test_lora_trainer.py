@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
@@ -18,9 +17,9 @@ from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, _pad, dataset_rows
 from tests.harness import run_ranks
-from tests.lora import tiny_lora, trained
-from tests.oracle import exact_in_double, relative_error
-from tests.training_runs import contents, make_trainer, newest, one_run, train, whole_state
+from tests.lora import apart, check_saved, tiny_lora, trained
+from tests.oracle import exact_in_double
+from tests.training_runs import contents, make_trainer, newest, one_run, whole_state
 
 pytestmark = pytest.mark.gloo
 
@@ -64,8 +63,6 @@ def hotspa_run(rank, world_size, family, dtype, output_dir):
     ("family", "dtype"),
     [
         pytest.param("qwen3_qk_norm_tied", torch.float32, id="qwen3-fp32"),
-        pytest.param("llama_gqa_bias", torch.float32, id="llama-fp32", marks=pytest.mark.slow),
-        pytest.param("qwen3_qk_norm_tied", torch.float64, id="qwen3-fp64", marks=pytest.mark.slow),
         pytest.param("llama_gqa_bias", torch.float64, id="llama-fp64", marks=pytest.mark.slow),
     ],
 )
@@ -77,16 +74,10 @@ def test_steps_equal_peft_under_the_stock_trainer(family, dtype, tmp_path):
         assert len(found_losses) == SETTINGS["max_steps"]
         for a, b in zip(found_losses, losses, strict=True):
             assert math.isclose(a, b, rel_tol=1e-4)  # the log rounds
-        whole = [torch.cat([side[name].flatten() for name in weights]) for side in (found, weights)]
-        assert relative_error(*whole) <= tolerance
-        assert found.keys() == weights.keys()
+        assert apart(found, weights) <= tolerance
         assert frozen_mb[0] > 0
-    loaded = PeftModel.from_pretrained(tiny_model(family, dtype), str(tmp_path / "hot" / "adapter"), is_trainable=True)
-    assert (tmp_path / "hot" / "adapter" / "adapter_model.safetensors").is_file()
+    check_saved(tmp_path / "hot" / "adapter", tiny_model(family, dtype), per_rank[0][1])
     assert not list((tmp_path / "hot" / "adapter").glob("model*.safetensors"))
-    expected = per_rank[0][1]
-    assert trained(loaded).keys() == expected.keys()
-    assert all(torch.equal(p.to(expected[n].dtype), expected[n]) for n, p in trained(loaded).items())
 
 
 LORA = {"lora": {"bias": "all", "lora_dropout": 0.1}, "max_steps": 4, "family": "llama_gqa_bias"}
@@ -130,21 +121,7 @@ def test_checkpoints_hold_the_adapter_and_a_digest_of_the_base(tmp_path):
         config["target_modules"].sort()  # a set in memory
         config["base_model_name_or_path"] = config["base_model_name_or_path"] or None  # "" in older releases of PEFT
     assert configs[0] == configs[1]
-    loaded = PeftModel.from_pretrained(tiny_model("llama_gqa_bias"), str(tmp_path / "exported"), is_trainable=True)
-    assert all(torch.equal(p, per_rank[0][2][name]) for name, p in trained(loaded).items())
-
-
-def other_world(rank, world, folder):
-    return train(make_trainer(f"{folder}/w{world}", world, **LORA), f"{folder}/a/checkpoint-2")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_an_adapter_goes_on_in_another_layout(world, tmp_path):
-    [first, _] = run_ranks(2, one_run, str(tmp_path / "a"), None, dict(LORA))
-    for found in run_ranks(world, other_world, str(tmp_path)):
-        assert list(found) == [3, 4]
-        assert all(math.isclose(loss, first[step], rel_tol=1e-6) for step, loss in found.items())
+    check_saved(tmp_path / "exported", tiny_model("llama_gqa_bias"), per_rank[0][2])
 
 
 def best_and_auto(rank, world, folder):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import TrainingArguments
 
 from hf_hotspa.errors import ResumeError
@@ -14,8 +13,7 @@ from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, _pad, dataset_rows
 from tests.harness import run_ranks
-from tests.lora import trained
-from tests.oracle import relative_error
+from tests.lora import apart, check_saved, trained
 from tests.qlora import EIGHT_BITS, MIXTURES, WIDE, quantized, tiny_qlora
 from tests.training_runs import contents, make_trainer, newest, one_run, train, whole_state
 from tests.trl_runs import Case, both_sides, wrong_ones
@@ -75,15 +73,9 @@ def test_steps_equal_peft_under_the_stock_trainer(world, strategies, form, tmp_p
         assert len(found_losses) == 2
         # LLM.int8 rounds activations in evaluation, by the tokens of a product
         assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found_losses, losses, strict=True))
-        assert found.keys() == weights.keys()
-        whole = [torch.cat([side[name].flatten() for name in weights]) for side in (found, weights)]
-        assert relative_error(*whole) <= 1e-5
-    loaded = PeftModel.from_pretrained(
-        quantized(FAMILY, model=WIDE, quantization=EIGHT_BITS.get(form)),
-        str(tmp_path / "hot" / "adapter"),
-        is_trainable=True,
-    )
-    assert all(torch.equal(p, found[name]) for name, p in trained(loaded).items())
+        assert apart(found, weights) <= 1e-5
+    base = quantized(FAMILY, model=WIDE, quantization=EIGHT_BITS.get(form))
+    check_saved(tmp_path / "hot" / "adapter", base, found)
 
 
 def of_form(form, **changes):
