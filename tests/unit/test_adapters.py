@@ -4,19 +4,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from peft import (
-    IA3Config,
-    LoHaConfig,
-    LoKrConfig,
-    LoraConfig,
-    OFTConfig,
-    PromptTuningConfig,
-    TaskType,
-    VeraConfig,
-    get_peft_model,
-    inject_adapter_in_model,
-)
-from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
+from peft import IA3Config, LoraConfig, PromptTuningConfig, TaskType, get_peft_model, inject_adapter_in_model
+from peft.tuners.lora.config import BdLoraConfig
 from transformers import BitsAndBytesConfig
 
 from hf_hotspa import open_qlora
@@ -46,10 +35,6 @@ REFUSED = {
     "layer_replication": {"layer_replication": [[0, 4], [2, 4]]},
     "the head 'lm_head' has lora_dropout=0.1": {"target_modules": ["lm_head"], "lora_dropout": 0.1},
     "MiCALinearVariant": {"init_lora_weights": "mica"},
-    "ALoraLinearVariant": {"alora_invocation_tokens": [3, 4]},
-    "VeloraLinearVariant": {"velora_config": VeloraConfig(num_groups=2)},
-    "MontecloraLinearVariant": {"monteclora_config": MontecloraConfig()},
-    "KasaLinearVariant": {"kasa_config": KasaConfig()},
     "BdLoraLinearVariant": {"use_bdlora": BdLoraConfig(target_modules_bd_b=LINEAR, nblocks=2)},
     "trainable_token_indices has 'model.embed_tokens'": {
         "modules_to_save": ["embed_tokens"],
@@ -85,10 +70,6 @@ def test_other_tuners_are_refused_by_name():
     ia3 = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
     with pytest.raises(UnsupportedError, match="IA3"):
         describe_model(get_peft_model(tiny_model("llama_gqa_bias"), ia3))
-    for kind in (OFTConfig(oft_block_size=4), VeraConfig(r=2), LoHaConfig(r=2), LoKrConfig(r=2)):
-        kind.target_modules = {"q_proj"}
-        with pytest.raises(UnsupportedError, match=kind.peft_type.value):
-            describe_model(get_peft_model(tiny_model("llama_gqa_bias"), kind))
     prompts = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
     with pytest.raises(UnsupportedError, match="PROMPT_TUNING"):
         describe_model(get_peft_model(tiny_model("llama_gqa_bias"), prompts))
@@ -125,7 +106,6 @@ def test_adapters_that_would_not_be_trained_are_refused():
     ("config", "method", "fix"),
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq", "from_pretrained(ORIGINAL, dtype=torch.bfloat16)"),
-        ({"quant_method": "awq", "bits": 4}, "awq", "from_pretrained(ORIGINAL, dtype=torch.bfloat16)"),
         ({"quant_method": "mxfp4"}, "mxfp4", "Mxfp4Config(dequantize=True)"),
         ({"quant_method": "fp8"}, "fp8", "FineGrainedFP8Config(dequantize=True)"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors", "CompressedTensorsConfig(dequantize=True)"),

@@ -23,22 +23,17 @@ BIASES = 0.04
 LINEARS = load_model("llama2-7b").linears
 
 
-def both(family: str, folder: Path, lora: str, **config: Any) -> tuple[ModelSizes, ModelSizes]:
-    """Sizes by arithmetic on the config, and from PEFT's model as the Trainer counts it."""
-    tiny_config(family).save_pretrained(folder)
-    described = describe_model(tiny_lora(family, torch.bfloat16, **config), torch.bfloat16)
-    model = load_model(folder)
-    adapter = Adapter.read(lora, model.linears)
-    return ModelSizes(model.shape, tied=model.tied, added=adapter), ModelSizes(described.shape, vector=described.vector)
-
-
 @pytest.mark.parametrize("family", ["llama_gqa_bias", "qwen3_qk_norm_tied"])
 @pytest.mark.parametrize(
     ("lora", "config"),
     [("3", {"r": 3}), ("r=5,targets=q_proj+v_proj+down_proj", {"r": 5, "target_modules": ["q_proj", "v_proj", "down_proj"]})],
 )  # fmt: skip
 def test_an_adapter_counts_as_in_the_trainer(family: str, lora: str, config: dict[str, Any], tmp_path: Path) -> None:
-    found, exact = both(family, tmp_path, lora, **config)
+    tiny_config(family).save_pretrained(tmp_path)
+    described = describe_model(tiny_lora(family, torch.bfloat16, **config), torch.bfloat16)
+    model = load_model(tmp_path)
+    found = ModelSizes(model.shape, tied=model.tied, added=Adapter.read(lora, model.linears))
+    exact = ModelSizes(described.shape, vector=described.vector)
     assert found.num_trained == exact.num_trained
     assert found.num_parameters == pytest.approx(exact.num_parameters, rel=BIASES)
     for strategy in (Strategy(4), Strategy(2, 2, 1), Strategy(1, 2, 2), Strategy(1, 4, 1)):

@@ -1,4 +1,4 @@
-"""QLoRA in a plan: what is counted from a config is what the engine counts of bitsandbytes' model."""
+"""Quantized bases in a plan: what is counted from a config is what the engine counts of the libraries' models."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from hf_hotspa.costs.model_config import load_model
 from hf_hotspa.costs.packed_linears import unpacked
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
-from hf_hotspa.costs.terms import Cost
+from hf_hotspa.costs.terms import Cost, packed_weights
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.features.four_bit.kinds import WEIGHT_BYTES
@@ -26,7 +26,7 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.calibrations import made_calibration
 from tests.families import tiny_config, tiny_model
-from tests.qlora import MIXTURES, WIDE, tiny_qlora
+from tests.qlora import EIGHT_BITS, MIXTURES, WIDE, tiny_qlora
 from tests.tiny_families import tiny_config_of
 
 BIASES = 0.05
@@ -47,15 +47,23 @@ def check_sizes(found: ModelSizes, exact: ModelSizes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "wide"), [("llama_gqa_bias", WIDE), ("qwen3_qk_norm_tied", WIDE), ("llama_gqa_bias", {})]
+    ("family", "wide", "kind"),
+    [
+        ("llama_gqa_bias", WIDE, "nf4"),
+        ("qwen3_qk_norm_tied", WIDE, "nf4"),
+        ("llama_gqa_bias", {}, "nf4"),
+        *(("llama_gqa_bias", WIDE, kind) for kind in EIGHT_BITS),
+    ],
 )
-def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_path: Path) -> None:
+def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], kind: str, tmp_path: Path) -> None:
     config = tiny_config(family)
     config.update(wide)
     config.save_pretrained(tmp_path)
-    described = describe_model(tiny_qlora(family, torch.bfloat16, model=wide), torch.bfloat16)
+    trained = tiny_qlora(family, torch.bfloat16, model=wide, quantization=EIGHT_BITS.get(kind))
+    described = describe_model(trained, torch.bfloat16)
+    assert {layer.kind for layer in described.packed.values()} == {kind}
     model = load_model(tmp_path)
-    adapter, packed = Adapter.read("3", model.linears), four_bits("nf4", model.linears, {})
+    adapter, packed = Adapter.read("3", model.linears), packed_weights(kind, model)
     found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=packed)
     exact = ModelSizes(described.shape, vector=described.vector)
     check_sizes(found, exact)
@@ -128,13 +136,14 @@ def test_seconds_and_bytes_beside_lora_in_bf16() -> None:
     assert totals[1].activations - totals[0].activations == pytest.approx(most - totals[0].logits)
 
 
-def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["--model", "llama2-7b", "--nodes", "1x1", "--hardware", "4090", "--lora", "16", "--quantization", "nf4"]
+@pytest.mark.parametrize(("kind", "bits"), [("nf4", "4.5"), ("int8_weight_only", "8.0")])
+def test_the_commands(capsys: pytest.CaptureFixture[str], kind: str, bits: str) -> None:
+    args = ["--model", "llama2-7b", "--nodes", "1x1", "--hardware", "4090", "--lora", "16", "--quantization", kind]
     assert main(["estimate", *args, "--strategy", "dp1+rc", "--pack-tokens", "4096"]) == 0
-    assert "frozen in nf4, 4.5 bits a weight" in capsys.readouterr().out
+    assert f"frozen in {kind}, {bits} bits a weight" in capsys.readouterr().out
     assert main(["plan", *args, "--lengths", "chat", "--longest", "4096", "--mini-batch", "16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["quantization"], found["lora"]["r"]) == ("nf4", 16)
+    assert (found["quantization"], found["lora"]["r"]) == (kind, 16)
     alone = [word for word in args if word not in ("--lora", "16")]
     assert main(["estimate", *alone, "--strategy", "dp1", "--pack-tokens", "64"]) == 2
     assert "add --lora 16" in capsys.readouterr().err

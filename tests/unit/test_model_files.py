@@ -10,7 +10,6 @@ from safetensors import safe_open
 from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.model_files import ModelWeights
 from tests.families import tiny_model
-from tests.lora import tiny_lora
 from tests.tiny_families import tiny_model_of
 
 
@@ -62,17 +61,3 @@ def test_files_are_those_of_save_pretrained(family, held, tmp_path):
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == expected.keys()
     assert {record.name for record in records} == {path.name for path in (tmp_path / "ours").iterdir()}
-
-
-def test_an_adapter_is_one_file_of_the_first_rank(tmp_path):
-    model = tiny_lora("llama_gqa_bias", bias="lora_only")
-    model.save_pretrained(tmp_path / "stock")
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    vector = SimpleNamespace(specs=[SimpleNamespace(name=name, tied_names=()) for name in named])
-    (tmp_path / "ours").mkdir()
-    for part in (0, 1):
-        ModelWeights(model, vector.specs, True, 100).write(Disk(), tmp_path / "ours", named.items(), part, 2)
-    found, expected = read(tmp_path / "ours"), read(tmp_path / "stock")
-    assert [path.name for path in (tmp_path / "ours").iterdir()] == ["adapter_model.safetensors"]
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name].to(found[name].dtype)) for name in found)

@@ -109,9 +109,7 @@ def orthogonal(p, *_):
 
 
 LOOK_AT_SHAPES = {
-    "centred": lambda p, *_: p.grad - p.grad.mean(tuple(range(1, p.ndim)), keepdim=True) if p.ndim > 1 else p.grad,
     "decay of matrices": lambda p, *_: p.grad + 2 * p if p.ndim > 1 else p.grad,
-    "norms of rows": lambda p, *_: p.grad / p.grad.norm(dim=1, keepdim=True) if p.ndim == 2 else p.grad,
     "by width": lambda p, *_: p.grad / p.shape[-1] if p.ndim > 1 else p.grad,
     "of wide ones": lambda p, *_: p.grad * (3 if p.shape[-1] == 70 else 1),
     "of tall ones": lambda p, *_: p.grad * (3 if p.shape[0] > 100_000 else 1),
