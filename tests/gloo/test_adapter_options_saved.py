@@ -5,17 +5,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from hf_hotspa.checkpoint.model_files import export, merge
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.gloo.test_adapter_options import CASES, PLAIN, SOME
-from tests.gloo.test_trainer import COMMON, MINI_BATCH, _pad, dataset_rows
+from tests.gloo.test_lora_trainer import trainer_after
 from tests.harness import run_ranks
 from tests.lora import check_saved, tiny_lora, trained
-from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.oracle import random_rows, relative_error
 from tests.training_runs import contents, make_trainer, newest, one_run, train
 
 pytestmark = pytest.mark.gloo
@@ -117,22 +115,11 @@ def loraplus(model):
 
 
 def loraplus_run(rank, world_size, folder, stock):
-    model = tiny_lora(
-        PLAIN, torch.float64, target_modules=[*SOME, "embed_tokens"], modules_to_save=["norm"], bias="all"
-    )
-    rows = dataset_rows(model.config.vocab_size)
-    common = {**COMMON, "max_steps": 5, "output_dir": folder, "save_strategy": "no"}
-    given = {"model": model, "train_dataset": rows, "optimizers": (loraplus(model), None)}
-    if stock:
-        args = TrainingArguments(per_device_train_batch_size=MINI_BATCH, **common)
-        trainer = Trainer(args=args, data_collator=_pad, **given)
-    else:
-        args = HotSPaTrainingArguments(
-            hotspa_mini_batch_size=MINI_BATCH, hotspa_strategies="dp2:16@32,tp2:32,pp2:60@64", **common
-        )
-        trainer = HotSPaTrainer(args=args, **given)
-    with exact_in_double(torch.float64):
-        trainer.train()
+    targets = [*SOME, "embed_tokens"]
+    model = tiny_lora(PLAIN, torch.float64, target_modules=targets, modules_to_save=["norm"], bias="all")
+    pool = None if stock else "dp2:16@32,tp2:32,pp2:60@64"
+    given = {"optimizers": (loraplus(model), None)}
+    trainer = trainer_after(model, torch.float64, folder, pool, given, max_steps=5)
     if not stock:
         trainer.close_engine()
     return trained(model)

@@ -29,13 +29,7 @@ MIX, OTHER = "dp2+z3:16@32,tp2+sp:32,pp2:60@64", "tp2:20@32,cp2:60@64"
 SECOND = LoraConfig(
     r=2, lora_alpha=7, target_modules=["v_proj", "o_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
 )
-KINDS: dict[str, tuple[str, str | None]] = {
-    "continued": ("default", "second"),
-    "the second": ("second", "default"),
-    "combined": ("combined", "second"),
-    "merged": ("new", None),
-    "merged, all trained": ("", None),
-}
+KINDS = {"continued": ("default", "second"), "the second": ("second", "default"), "combined": ("combined", "second")}
 """The adapter that is trained, and another one."""
 
 
@@ -54,16 +48,11 @@ def made(kind: str, folder: str, dtype: torch.dtype = DOUBLE) -> Any:
     model.load_adapter(f"{saved}/second", "second")
     if name == "combined":
         model.add_weighted_adapter(["default", "second"], [0.7, 0.4], name, combination_type="cat")
-    if kind.startswith("merged"):
-        model = model.merge_and_unload()
-        model.requires_grad_(True)
-        torch.manual_seed(4)
-        return get_peft_model(model, copy.deepcopy(SECOND), "new") if name else model
     model.set_adapter(name)
     return model
 
 
-def of_object(model: Any, name: str, other: str | None) -> dict[str, torch.Tensor]:
+def of_object(model: Any, name: str, other: str) -> dict[str, torch.Tensor]:
     """What a model computes by itself."""
     model.eval()
     with torch.no_grad():
@@ -71,14 +60,12 @@ def of_object(model: Any, name: str, other: str | None) -> dict[str, torch.Tenso
         found["generated"] = model.generate(
             input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False
         )
-        if name:
-            with model.disable_adapter():
-                found["off"] = model(input_ids=IDS).logits
-            found["merged"] = copy.deepcopy(model).merge_and_unload()(input_ids=IDS).logits
-        if other:
-            model.set_adapter(other)
-            found["other"] = model(input_ids=IDS).logits
-            model.set_adapter(name)
+        with model.disable_adapter():
+            found["off"] = model(input_ids=IDS).logits
+        found["merged"] = copy.deepcopy(model).merge_and_unload()(input_ids=IDS).logits
+        model.set_adapter(other)
+        found["other"] = model(input_ids=IDS).logits
+        model.set_adapter(name)
     return found
 
 
@@ -86,13 +73,11 @@ def seen(trainer: Any, kind: str) -> dict[str, Any]:
     """What is compared, after training."""
     model, (name, other) = trainer.model, KINDS[kind]
     weights, evaluated = trained(model), [trainer.evaluate(EQUAL)["eval_loss"]]
-    if name:
-        with model.disable_adapter():
-            evaluated.append(trainer.evaluate(EQUAL)["eval_loss"])
-    if other:
-        model.set_adapter(other)
+    with model.disable_adapter():
         evaluated.append(trainer.evaluate(EQUAL)["eval_loss"])
-        model.set_adapter(name)
+    model.set_adapter(other)
+    evaluated.append(trainer.evaluate(EQUAL)["eval_loss"])
+    model.set_adapter(name)
     return {"weights": weights, "evaluated": evaluated, **of_object(model, name, other)}
 
 
@@ -160,14 +145,14 @@ def test_it_is_peft_under_the_stock_trainer_and_what_is_saved_is_pefts(kinds, tm
         last, merged = newest(tmp_path / "ours" / kind), tmp_path / f"merged {kind}"
         export(last, tmp_path / f"exported {kind}")
         merge(last, merged, base=str(tmp_path / "base"))
-        begun = trained(made({"default": "continued", "second": "the second"}[str(other)], str(tmp_path)))
+        begun = trained(made({"default": "continued", "second": "the second"}[other], str(tmp_path)))
         for folder in (tmp_path / "ours" / kind / "saved", last, tmp_path / f"exported {kind}"):
             of_stock = {str(path.relative_to(tmp_path / "stock" / kind / "checkpoint-4"))
                         for path in (tmp_path / "stock" / kind / "checkpoint-4").rglob("adapter_*")}  # fmt: skip
             assert {str(path.relative_to(folder)) for path in folder.rglob("adapter_*")} == of_stock
             places = {"default": folder, "second": folder / "second"}
             check_saved(places[name], tiny_model(FAMILY, DOUBLE), found[kind]["weights"], name)
-            check_saved(places[str(other)], tiny_model(FAMILY, DOUBLE), begun, str(other))
+            check_saved(places[other], tiny_model(FAMILY, DOUBLE), begun, str(other))
         right = PeftModel.from_pretrained(tiny_model(FAMILY, DOUBLE), places[name]).merge_and_unload().state_dict()
         own = AutoModelForCausalLM.from_pretrained(merged).state_dict()
         assert all(torch.equal(own[n], tensor) for n, tensor in right.items())

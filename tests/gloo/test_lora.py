@@ -68,7 +68,7 @@ def check(per_rank, count):
     assert min(per_rank[0].values()) > 0
 
 
-QUICK = ("llama_gqa_bias", "phi3_fused", "last layers", "experts")
+QUICK = ("llama_gqa_bias", "phi3_fused", "last layers", "experts", "in place")
 """The others are run by the slow tests: these show nearly all of them."""
 
 

@@ -22,21 +22,12 @@ from tests.worlds import make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
 
+NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 CASES = {
-    "nf4, nested": (
-        "llama_gqa_bias",
-        WIDE,
-        torch.bfloat16,
-        {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    ),
+    "nf4, nested": ("llama_gqa_bias", WIDE, torch.bfloat16, NF4),
     "fp4": ("qwen3_qk_norm_tied", WIDE, torch.float32, {"bnb_4bit_quant_type": "fp4"}),
     "8 bits": ("llama_gqa_bias", WIDE, torch.bfloat16, {"load_in_4bit": False, "load_in_8bit": True}),
-    "other blocks": (
-        "llama_uneven",
-        {},
-        torch.float32,
-        {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    ),
+    "other blocks": ("llama_uneven", {}, torch.float32, NF4),
 }
 EXPERTS = {
     f"experts of {family}": (family, sizes, dtype, {"bnb_4bit_use_double_quant": dtype == torch.bfloat16})
@@ -96,9 +87,6 @@ def test_slices_are_those_of_the_whole(tmp_path, cases, buckets):
         model.save_pretrained(tmp_path / name)
     for wrong in run_ranks(2, engines, str(tmp_path), cases, buckets):
         assert not wrong
-
-
-NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 def runs(rank, world_size, folder, kind):

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from hf_hotspa.errors import ResumeError
 from hf_hotspa.model.packed_layer import stored_tensors
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
-from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, _pad, dataset_rows
+from tests.gloo.test_lora_trainer import trainer_after
+from tests.gloo.test_trainer import COMMON, MINI_BATCH, dataset_rows
 from tests.harness import run_ranks
 from tests.lora import apart, check_saved, trained
 from tests.qlora import EIGHT_BITS, MIXTURES, WIDE, quantized, tiny_qlora
@@ -21,7 +21,7 @@ from tests.trl_runs import Case, both_sides, wrong_ones
 pytestmark = pytest.mark.gloo
 
 FAMILY = "llama_gqa_bias"
-SETTINGS = {**COMMON, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+EVALUATES = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
 
 
 def stock_run(rank, world_size, output_dir, form=None):
@@ -31,10 +31,7 @@ def stock_run(rank, world_size, output_dir, form=None):
     for module in model.modules():  # evaluations would pack weights anew, round scales to bf16, and fail on biases
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    args = TrainingArguments(output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, **SETTINGS)
-    rows = dataset_rows(model.config.vocab_size)
-    trainer = _LossRecorder(model=model, args=args, train_dataset=rows, eval_dataset=rows[:8], data_collator=_pad)
-    trainer.train()
+    trainer = trainer_after(model, torch.float32, output_dir, **EVALUATES)
     evaluated = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
     return evaluated, trained(model)
 
@@ -42,16 +39,7 @@ def stock_run(rank, world_size, output_dir, form=None):
 def hotspa_run(rank, world_size, output_dir, strategies, form=None):
     model = tiny_qlora(FAMILY, model=WIDE, quantization=EIGHT_BITS.get(form))
     before = {name: t.clone() for name, t in stored_tensors(model) if "lora" not in name}
-    args = HotSPaTrainingArguments(
-        output_dir=output_dir,
-        hotspa_mini_batch_size=MINI_BATCH,
-        hotspa_strategies=strategies,
-        hotspa_report=False,
-        **SETTINGS,
-    )
-    rows = dataset_rows(model.config.vocab_size)
-    trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:8])
-    trainer.train()
+    trainer = trainer_after(model, torch.float32, output_dir, strategies, **EVALUATES)
     trainer.save_model(f"{output_dir}/adapter")
     model.eval()
     with torch.no_grad():  # a forward in evaluation leaves the bytes alone
@@ -138,9 +126,8 @@ def auto_run(rank, world, folder):
     """Strategies chosen by what the machine measures, without a flag."""
     model = tiny_qlora(FAMILY, model=WIDE)
     rows = dataset_rows(model.config.vocab_size)
-    args = HotSPaTrainingArguments(
-        output_dir=folder, per_device_train_batch_size=MINI_BATCH, **{**SETTINGS, "max_steps": 3}
-    )
+    settings = {**COMMON, "max_steps": 3, "save_strategy": "no"}
+    args = HotSPaTrainingArguments(output_dir=folder, per_device_train_batch_size=MINI_BATCH, **settings)
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:8])
     before = trained(model)
     trainer.train()

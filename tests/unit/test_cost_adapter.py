@@ -17,6 +17,7 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_config
 from tests.lora import tiny_lora
+from tests.unit.test_cost_four_bits import check_sizes
 
 BIASES = 0.04
 """What a tiny model has of biases and norms of queries and keys, which are not counted."""
@@ -34,12 +35,8 @@ def test_an_adapter_counts_as_in_the_trainer(family: str, lora: str, config: dic
     model = load_model(tmp_path)
     found = ModelSizes(model.shape, tied=model.tied, added=Adapter.read(lora, model.linears))
     exact = ModelSizes(described.shape, vector=described.vector)
-    assert found.num_trained == exact.num_trained
+    check_sizes(found, exact, BIASES)
     assert found.num_parameters == pytest.approx(exact.num_parameters, rel=BIASES)
-    for strategy in (Strategy(4), Strategy(2, 2, 1), Strategy(1, 2, 2), Strategy(1, 4, 1)):
-        for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
-            assert mine.gradient_bytes == real.gradient_bytes, strategy  # of the adapter alone
-            assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
     kept, counted = found.master(1), exact.master(1)
     # the base once, in bf16; fp32 weights, gradients and optimizer state of the adapter
     assert (kept.optimizer_bytes, kept.gradient_bytes) == (counted.optimizer_bytes, counted.gradient_bytes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
+from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_tokens
 from hf_hotspa.parallel.loss import vocab_parallel_log_probabilities
 from tests.families import tiny_model
 
@@ -31,49 +31,20 @@ def one(model, ids, labels, chunk=None):
         loss = chunked_loss(run, hidden, tail.parameters, chunks_of_tokens(TOKENS, chunk))
     (3 * loss).backward()
     hook.remove()
-    return loss.item(), {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}, seen
-
-
-def both(family, chunk, train_head=True):
-    model = tiny_model(family, torch.float64)
-    model.get_output_embeddings().weight.requires_grad_(train_head)
-    ids = torch.randint(3, model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(2))
-    labels = ids[0].roll(-1)
-    labels[5] = -100
-    return one(model, ids, labels), one(model, ids, labels, chunk)
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}, seen
 
 
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS, 100])
 @pytest.mark.parametrize("family", ["llama_gqa_bias", "qwen3_qk_norm_tied", "gemma2_soft_caps"])
 def test_loss_and_gradients_are_those_of_all_tokens_at_once(family, chunk):
-    (loss, gradients, whole), (in_chunks, found, seen) = both(family, chunk)
+    model = tiny_model(family, torch.float64)
+    ids = torch.randint(3, model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(2))
+    labels = ids[0].roll(-1)
+    labels[5] = -100
+    (loss, gradients, whole), (in_chunks, found, seen) = one(model, ids, labels), one(model, ids, labels, chunk)
     assert in_chunks == pytest.approx(loss, rel=1e-13)
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-14)
     assert whole == [TOKENS]
     assert max(seen) == min(chunk, TOKENS)
     assert sum(seen) == TOKENS
-
-
-def test_a_frozen_head_gets_no_gradient():
-    (_, gradients, _), (_, found, _) = both("llama_gqa_bias", 7, train_head=False)
-    assert found["lm_head.weight"] is None
-    torch.testing.assert_close(found["model.norm.weight"], gradients["model.norm.weight"])
-
-
-def test_without_gradients_nothing_is_kept():
-    model = tiny_model("llama_gqa_bias", torch.float64)
-    tail, hidden = (
-        Tail(model, "model", "lm_head"),
-        torch.randn(1, TOKENS, model.config.hidden_size, dtype=torch.float64),
-    )
-    with torch.no_grad():
-        chunks = chunks_of_tokens(TOKENS, 5)
-        loss = chunked_loss(lambda part, _: tail(part, {}).sum(dtype=torch.float64), hidden, tail.parameters, chunks)
-    assert not loss.requires_grad
-    assert loss.item() == pytest.approx(model.lm_head(hidden).sum().item())
-
-
-def test_chunks_of_whole_sequences():
-    assert chunks_of_sequences((3, 4, 9, 1, 2), 8) == [slice(0, 7), slice(7, 16), slice(16, 19)]
-    assert chunks_of_sequences((5,), 2) == [slice(0, 5)]
