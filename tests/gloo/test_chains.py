@@ -5,12 +5,22 @@ import shutil
 from typing import Any
 
 import pytest
+import sentence_transformers as stock
 import torch
 from peft import LoraConfig
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.cross_encoder import losses as cross_losses
+from sentence_transformers.sentence_transformer import losses as chain_losses
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+from sentence_transformers.sentence_transformer.modules import Dense
 
+from hf_hotspa.checkpoint.format.manifest import verify
+from hf_hotspa.checkpoint.model_files import export
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.trainer import sentence_transformers as ours
+from tests.chains import embedder, ranker, saved, texts, trained
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double
 
@@ -54,12 +64,8 @@ def trainer_of(
     **more: Any,
 ) -> Any:
     """A trainer of sentence-transformers, switched or not, with a batch of 8 rows in all."""
-    import sentence_transformers as stock
-
-    from hf_hotspa.trainer import sentence_transformers as ours
-
     home: Any = stock if strategies is None else ours
-    kind = "CrossEncoder" if isinstance(model, stock.CrossEncoder) else "SentenceTransformer"
+    kind = "CrossEncoder" if isinstance(model, CrossEncoder) else "SentenceTransformer"
     trainer, arguments = getattr(home, f"{kind}Trainer"), getattr(home, f"{kind}TrainingArguments")
     given: dict[str, Any] = {
         "per_device_train_batch_size": 8 // world, "max_steps": 3, "use_cpu": True, "report_to": "none", "logging_steps": 1,
@@ -73,28 +79,18 @@ def trainer_of(
 
 def made(folder: str, pooling: str, kind: str) -> tuple[Any, Any, Any]:
     """A model, rows, and a loss."""
-    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
-    from sentence_transformers.sentence_transformer import losses
-
-    from tests.chains import embedder, ranker, texts
-
     if kind == "ranks":
         model = ranker(folder)
-        return model, texts(20, ("query", "answer"), label=True), BinaryCrossEntropyLoss(model)
+        return model, texts(20, ("query", "answer"), label=True), cross_losses.BinaryCrossEntropyLoss(model)
     model, data = embedder(folder, pooling), texts(20, ("anchor", "positive", "negative"))
     if kind == "cached":
-        return (
-            model,
-            data,
-            losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2, gather_across_devices=True),
-        )
-    loss = losses.MultipleNegativesRankingLoss(model, gather_across_devices=True)
-    return model, data, losses.MatryoshkaLoss(model, loss, [32, 16, 8]) if kind == "sizes" else loss
+        loss = chain_losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2, gather_across_devices=True)
+        return model, data, loss
+    loss = chain_losses.MultipleNegativesRankingLoss(model, gather_across_devices=True)
+    return model, data, chain_losses.MatryoshkaLoss(model, loss, [32, 16, 8]) if kind == "sizes" else loss
 
 
 def of_cases(rank: int, world: int, folder: str, cases: Any, plain: bool) -> Any:
-    from tests.chains import trained
-
     results = {}
     for number, (*_, pooling, kind, pools) in enumerate(cases):
         for pool in (None,) if plain else pools:
@@ -126,8 +122,6 @@ def most_bytes(pooling: str, kind: str, pool: str) -> tuple[float, float]:
     + [pytest.param(4, (case,), marks=pytest.mark.slow) for case in WIDE_4],
 )
 def test_weights_are_those_of_one_process_with_the_whole_batch(world, cases, tmp_path):
-    from tests.chains import saved
-
     for number, (family, side, _, kind, _) in enumerate(cases):
         saved(f"{tmp_path}/{number}", family, side, labels=int(kind == "ranks"))
     (one,) = run_ranks(1, of_cases, str(tmp_path), cases, True, timeout=200)
@@ -144,12 +138,8 @@ def test_weights_are_those_of_one_process_with_the_whole_batch(world, cases, tmp
 
 
 def of_a_rank(rank: int, world: int, folder: str, pool: str | None) -> Any:
-    from sentence_transformers.cross_encoder.losses import MultipleNegativesRankingLoss
-
-    from tests.chains import ranker, texts, trained
-
     model = ranker(f"{folder}/0")
-    loss = MultipleNegativesRankingLoss(model, num_negatives=2)
+    loss = cross_losses.MultipleNegativesRankingLoss(model, num_negatives=2)
     trainer = trainer_of(world, f"{folder}/out{pool}", model, texts(20, ("query", "answer")), loss, pool)
     with exact_in_double(torch.float64):
         return trained(trainer)
@@ -157,8 +147,6 @@ def of_a_rank(rank: int, world: int, folder: str, pool: str | None) -> Any:
 
 @pytest.mark.slow
 def test_negatives_that_a_rank_draws_are_those_of_ddp(tmp_path):
-    from tests.chains import saved
-
     saved(f"{tmp_path}/0", "llama_gqa_bias", labels=1)
     expected, *_ = run_ranks(4, of_a_rank, str(tmp_path), None, timeout=300)
     found, *_ = run_ranks(4, of_a_rank, str(tmp_path), "dp4:16,dp2tp2:64", timeout=300)
@@ -167,10 +155,6 @@ def test_negatives_that_a_rank_draws_are_those_of_ddp(tmp_path):
 
 
 def evaluated(rank: int, world: int, folder: str) -> Any:
-    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
-
-    from tests.chains import trained
-
     model, data, loss = made(f"{folder}/0", "mean", "pairs")
     score = EmbeddingSimilarityEvaluator(data["anchor"], data["positive"], [i / 20 for i in range(20)])
     pool, when = "dp2:16,tp2:64", {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
@@ -185,10 +169,6 @@ def evaluated(rank: int, world: int, folder: str) -> Any:
 
 
 def test_an_evaluator_and_saved_folders_have_current_weights(tmp_path):
-    from sentence_transformers import SentenceTransformer
-
-    from tests.chains import saved
-
     saved(f"{tmp_path}/0", "llama_gqa_bias")
     weights, scores, at_the_end, best = run_ranks(2, evaluated, str(tmp_path), timeout=300)[0]
     assert min(scores) == pytest.approx(at_the_end, abs=1e-12)
@@ -201,8 +181,6 @@ def test_an_evaluator_and_saved_folders_have_current_weights(tmp_path):
 
 
 def test_no_rank_has_a_table_of_all_tokens(tmp_path):
-    from tests.chains import embedder, saved
-
     folder = saved(f"{tmp_path}/0", "llama_gqa_bias")
     for pooling in ("mean", "max"):
         chain = embedder(folder, pooling)
@@ -231,8 +209,6 @@ def test_no_rank_has_a_table_of_all_tokens(tmp_path):
 
 def resumed(rank: int, world: int, folder: str, kind: str, first: str, then: str) -> Any:
     """The weights of a run with checkpoints, and of runs that go on from its second step, the last one in another layout."""
-    from tests.chains import trained
-
     found = []
     for pool, resume in ((first, None), (first, True), (then, True)):
         model, data, loss = made(f"{folder}/0", "mean", kind)
@@ -249,12 +225,6 @@ def resumed(rank: int, world: int, folder: str, kind: str, first: str, then: str
 
 @pytest.mark.parametrize("kind", ["pairs", pytest.param("ranks", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_a_checkpoint_in_another_layout(kind, tmp_path):
-    from sentence_transformers import CrossEncoder, SentenceTransformer
-
-    from hf_hotspa.checkpoint.format.manifest import verify
-    from hf_hotspa.checkpoint.model_files import export
-    from tests.chains import saved
-
     saved(f"{tmp_path}/0", "llama_gqa_bias", labels=int(kind == "ranks"))
     one, same, other = run_ranks(2, resumed, str(tmp_path), kind, "dp2:16,tp2+sp:64", "pp2:64", timeout=300)[0]
     assert one.keys() == same.keys() == other.keys()
@@ -273,8 +243,6 @@ def test_a_run_goes_on_from_a_checkpoint_in_another_layout(kind, tmp_path):
 
 
 def from_stock(rank: int, world: int, folder: str, kind: str, pool: str | None) -> Any:
-    from tests.chains import trained
-
     place, resume = f"{folder}/stock", None if pool is None else f"{folder}/stock/checkpoint-2"
     trainer = trainer_of(world, place, *made(f"{folder}/0", "mean", kind), pool, save_strategy="steps", save_steps=2)
     with exact_in_double(torch.float64):
@@ -284,8 +252,6 @@ def from_stock(rank: int, world: int, folder: str, kind: str, pool: str | None) 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pairs", "ranks"])
 def test_a_run_goes_on_from_a_checkpoint_of_the_library(kind, tmp_path):
-    from tests.chains import saved
-
     saved(f"{tmp_path}/0", "llama_gqa_bias", labels=int(kind == "ranks"))
     (one,) = run_ranks(1, from_stock, str(tmp_path), kind, None, timeout=300)
     other, *_ = run_ranks(2, from_stock, str(tmp_path), kind, "dp2:16,tp2:64", timeout=300)
@@ -301,11 +267,6 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_library(kind, tmp_path):
     ],
 )
 def test_what_cannot_be_switched_is_refused(kind, message, tmp_path):
-    from sentence_transformers.sentence_transformer.losses import SoftmaxLoss
-    from sentence_transformers.sentence_transformer.modules import Dense
-
-    from tests.chains import saved, texts
-
     saved(f"{tmp_path}/0", "llama_gqa_bias")
     model, data, loss = made(f"{tmp_path}/0", "mean", "pairs")
     if kind == "layer":
@@ -314,6 +275,6 @@ def test_what_cannot_be_switched_is_refused(kind, message, tmp_path):
         model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
     else:
         data = texts(20, ("first", "second"), label=True)
-        loss = SoftmaxLoss(model, 32, 2)
+        loss = chain_losses.SoftmaxLoss(model, 32, 2)
     with pytest.raises(HotspaError, match=message):
         trainer_of(1, f"{tmp_path}/out", model, data, loss, "dp1:64").train()
