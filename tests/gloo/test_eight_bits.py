@@ -1,27 +1,27 @@
 """Bases in 8 bits: gradients of every strategy equal those of PEFT and the library in one process, and codes travel bit for bit."""
 
-from functools import partial
-
 import pytest
 import torch
 from bitsandbytes.nn.modules import Int8Params, Linear8bitLt
 
 from hf_hotspa.features.eight_bit.llm_int8 import read_llm_int8
-from hf_hotspa.model.packed_layer import stored_tensors
 from hf_hotspa.model.specs import describe_model
 from tests.families import MIXTURE
-from tests.gloo.test_lora import step_error
-from tests.gloo.test_qlora import Watch
+from tests.gloo.test_qlora import step_errors
 from tests.harness import run_ranks
-from tests.oracle import random_rows
 from tests.qlora import EIGHT_BITS, MIXES, WIDE, every_strategy, tiny_qlora
-from tests.worlds import make_engine
 
 pytestmark = pytest.mark.gloo
 
 
+def stays(weight, *args, move=Int8Params.to, **kwargs):
+    """On CPUs PEFT's DoRA moves weights to their own device in every forward, and bitsandbytes loses the scales then."""
+    return weight if weight.dtype == torch.int8 else move(weight, *args, **kwargs)
+
+
 def in_double(model):
     """Trained and plain frozen weights in fp64; codes and scales as they are, and multiplied in fp64."""
+    Int8Params.to = stays
     for parameter in model.parameters():
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.double()
@@ -30,33 +30,20 @@ def in_double(model):
     return model
 
 
-def step_errors(rank, world_size, cases):
-    """By case, the largest relative error of an adapter's gradient on rank 0, which holds all of them."""
-    found, move = {}, Int8Params.to
-    for name, (family, form, buckets, sizes, *lora) in cases.items():
-        Int8Params.to = move
-        given = in_double(tiny_qlora(family, torch.float32, 0, sizes, *lora, quantization=EIGHT_BITS[form]))
-        counted = []
-        # on CPUs PEFT's DoRA moves the weight to its own device in every forward, and bitsandbytes loses the scales then
-        Int8Params.to = lambda weight, device: weight
-        rows = random_rows(12, given.config.vocab_size, longest=60)
-        engine = make_engine(given, buckets)
-        engine.attach(partial(Watch, {key: t.clone() for key, t in stored_tensors(given)}, counted))
-        found[name], report = step_error(engine, given, rows)
-        assert len(report.phases) == len(engine.buckets), [p.strategy for p in report.phases]
-        assert sum(counted) > 0
-        engine.close()
-    return found
-
-
 LLAMA, QWEN, GEMMA = "llama_gqa_bias", "qwen3_qk_norm_tied", "gemma2_soft_caps"
+
+
+def case(family, form, buckets, sizes, **lora):
+    return family, buckets, sizes, {"quantization": EIGHT_BITS[form], "lora": lora}
+
+
 CASES = {
-    "sp, ck": (GEMMA, "int8", "tp2+sp+rc:16@32,pp2+ck20:60", WIDE),
-    "z3, v2": (LLAMA, "int8_weight_only", "dp2+z3:16@32,pp2+v2:60", WIDE),
-    "DoRA": (LLAMA, "int8_weight_only", "dp2:16@32,tp2:60", WIDE, {"use_dora": True}),
-    "DoRA, LLM.int8": (LLAMA, "int8", "tp2+sp:60", WIDE, {"use_dora": True}),
-    "experts in plain weights": (MIXTURE, "int8", "dp2ep2:16@32,tp2:60", {}, {"target_modules": ["q_proj", "o_proj"]}),
-    "uneven": ("llama_uneven", "int8_weight_only", "tp2:20@40,tp2+sp:60", {}),
+    "sp, ck": case(GEMMA, "int8", "tp2+sp+rc:16@32,pp2+ck20:60", WIDE),
+    "z3, v2": case(LLAMA, "int8_weight_only", "dp2+z3:16@32,pp2+v2:60", WIDE),
+    "DoRA": case(LLAMA, "int8_weight_only", "dp2:16@32,tp2:60", WIDE, use_dora=True),
+    "DoRA, LLM.int8": case(LLAMA, "int8", "tp2+sp:60", WIDE, use_dora=True),
+    "experts in plain weights": case(MIXTURE, "int8", "dp2ep2:16@32,tp2:60", {}, target_modules=["q_proj", "o_proj"]),
+    "uneven": case("llama_uneven", "int8_weight_only", "tp2:20@40,tp2+sp:60", {}),
 }
 
 
@@ -69,7 +56,7 @@ QUICK = ("sp, ck", "z3, v2", "DoRA", "experts in plain weights")
     ids=["quick", "others"],
 )
 def test_gradients(names):
-    errors = run_ranks(2, step_errors, {name: CASES[name] for name in names})[0]
+    errors = run_ranks(2, step_errors, {name: CASES[name] for name in names}, in_double)[0]
     print(errors)
     assert min(errors.values()) > 0
     # PEFT takes DoRA's norms from weights that are dequantized in fp32
@@ -127,7 +114,8 @@ def test_int8_activations_are_those_of_whole_rows(threshold):
 def test_every_strategy(family, form):
     shape = describe_model(tiny_qlora(family, model=WIDE, quantization=EIGHT_BITS[form])).shape
     pools = [*(f"{s}:60@64" for s in every_strategy(shape)), *MIXES]
-    cases = {pool: (family, form, pool, WIDE) for pool in pools}
-    errors = run_ranks(4, step_errors, cases, timeout=500)[0]
+    errors = run_ranks(
+        4, step_errors, {pool: case(family, form, pool, WIDE) for pool in pools}, in_double, timeout=500
+    )[0]
     print(errors)
     assert 0 < max(errors.values()) <= 1e-10, errors

@@ -3,15 +3,12 @@ dequantized at a time."""
 
 import pytest
 
-from hf_hotspa.costs.packed_linears import unpacked
-from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import strategies_of
 from tests.gloo.test_qlora import step_errors
-from tests.gloo.test_qlora_memory import Dequantized, rows_of
+from tests.gloo.test_qlora_memory import dequantized
 from tests.harness import run_ranks
 from tests.qlora import MIXTURES, tiny_qlora
-from tests.worlds import make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
 
@@ -49,24 +46,12 @@ def test_every_strategy(family, adapted):
     assert 0 < max(errors.values()) <= 1e-5, errors
 
 
-def most_dequantized(rank, world_size, cases):
-    """By case: the most bytes of dequantized weights at a time, and how many were made in a step."""
-    found = {}
-    for family, strategy, config in cases:
-        engine = make_engine(tiny_qlora(family, model=MIXTURES[family], **config), f"{strategy}:24@24")
-        mini_batch = make_mini_batch(engine, rows_of(24, 2 * world_size))
-        with Dequantized() as counted:
-            engine.forward_backward(mini_batch)
-        sizes = ModelSizes(engine.description.shape, "float32", vector=engine.description.vector)
-        weights = unpacked(sizes, engine.buckets[0].strategy.tp)
-        found[family, strategy] = counted.most, counted.count, weights
-        engine.close()
-    return found
-
-
 def test_one_dequantized_expert_at_a_time():
-    cases = [(QWEN, "tp2+rc", {"experts": True}), (GPT, "dp2ep2", ALONE)]
-    for found in run_ranks(2, most_dequantized, cases):
+    cases = [
+        (QWEN, "tp2+rc", {"model": MIXTURES[QWEN], "experts": True}),
+        (GPT, "dp2ep2", {"model": MIXTURES[GPT], **ALONE}),
+    ]
+    for found in run_ranks(2, dequantized, cases):
         for case, (most, count, weights) in found.items():
             assert count > 4 * 2 * 4, case  # more than the linear layers
             assert most == 4 * weights == 4 * 128 * 256 / (2 if "tp2" in case[1] else 1), case

@@ -41,14 +41,14 @@ class Watch(Attachment):
         self.counted.append(held.numel() * held.itemsize)
 
 
-def step_errors(rank, world_size, cases):
+def step_errors(rank, world_size, cases, changed=lambda model: model):
     """By case, the largest relative error of an adapter's gradient on rank 0, which holds all of them."""
     found = {}
     for name, (family, buckets, model, config) in cases.items():
-        given, counted = tiny_qlora(family, model=model, **config), []
+        given, counted = changed(tiny_qlora(family, model=model, **config)), []
         rows = random_rows(12, given.config.vocab_size, longest=60)
         engine = make_engine(given, buckets)
-        engine.attach(partial(Watch, dict(stored_tensors(given)), counted))
+        engine.attach(partial(Watch, {key: t.clone() for key, t in stored_tensors(given)}, counted))
         found[name], report = step_error(engine, given, rows)
         assert len(report.phases) == len(engine.buckets), [p.strategy for p in report.phases]
         assert sum(counted) > 0

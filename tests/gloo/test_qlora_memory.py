@@ -58,18 +58,17 @@ def rows_of(length, count):
     return [{"input_ids": ids, "labels": ids} for n in range(count) for ids in [[n + 1] * length]]
 
 
-def dequantized(rank, world_size, strategies, form):
-    """By strategy: the most bytes of dequantized weights at a time, and how many were made in a step."""
+def dequantized(rank, world_size, cases):
+    """By family and strategy: the most bytes of dequantized weights at a time, how many were made in a step, and the weights of
+    the largest one."""
     found = {}
-    for strategy in strategies:
-        engine = make_engine(
-            tiny_qlora(FAMILY, model=SIZES, lora=LORA, quantization=EIGHT_BITS.get(form)), f"{strategy}:24@24"
-        )
+    for family, strategy, config in cases:
+        engine = make_engine(tiny_qlora(family, **config), f"{strategy}:24@24")
         mini_batch = make_mini_batch(engine, rows_of(24, 2 * world_size))
         with Dequantized() as counted:
             engine.forward_backward(mini_batch)
         sizes = ModelSizes(engine.description.shape, "float32", vector=engine.description.vector)
-        found[strategy] = counted.most, counted.count, unpacked(sizes, engine.buckets[0].strategy.tp)
+        found[family, strategy] = counted.most, counted.count, unpacked(sizes, engine.buckets[0].strategy.tp)
         engine.close()
     return found
 
@@ -77,8 +76,9 @@ def dequantized(rank, world_size, strategies, form):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["nf4", *EIGHT_BITS])
 def test_one_dequantized_weight_at_a_time(form):
-    for found in run_ranks(2, dequantized, ["tp2+rc", "dp2+z3"], form):
-        for strategy, (most, count, weights) in found.items():
+    config = {"model": SIZES, "lora": LORA, "quantization": EIGHT_BITS.get(form)}
+    for found in run_ranks(2, dequantized, [(FAMILY, strategy, config) for strategy in ("tp2+rc", "dp2+z3")]):
+        for (_, strategy), (most, count, weights) in found.items():
             assert count >= 2 * 7 * SIZES["num_hidden_layers"] / 2, strategy  # forward and backward
             assert most == 4 * weights == 4 * 256 * 768 / (2 if "tp2" in strategy else 1), strategy
 
