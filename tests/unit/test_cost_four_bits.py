@@ -64,6 +64,8 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], kind:
     assert {layer.kind for layer in described.packed.values()} == {kind}
     model = load_model(tmp_path)
     adapter, packed = Adapter.read("3", model.linears), packed_weights(kind, model)
+    least = 1 / 2 if kind == "nf4" else 1.0  # a scale for each block, or row, comes to it
+    assert least < packed.weight_bytes < least + 0.07
     found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=packed)
     exact = ModelSizes(described.shape, vector=described.vector)
     check_sizes(found, exact)

@@ -24,8 +24,15 @@ def convert(model: PreTrainedModel, of_bitsandbytes: bool) -> None:
     """Converts the decoder's linear layers in place, as `from_pretrained` does."""
     head = model.get_output_embeddings()
     for name, linear in list(model.named_modules()):
-        if type(linear) is nn.Linear and linear is not head:
-            _to_llm_int8(model, name, linear) if of_bitsandbytes else _to_weight_only(linear)
+        if type(linear) is not nn.Linear or linear is head:
+            continue
+        if of_bitsandbytes:
+            _to_llm_int8(model, name, linear)
+        else:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+            with torch.no_grad():
+                quantize_(linear, Int8WeightOnlyConfig(set_inductor_config=False))
 
 
 def _to_llm_int8(model: PreTrainedModel, name: str, linear: nn.Linear) -> None:
@@ -37,10 +44,3 @@ def _to_llm_int8(model: PreTrainedModel, name: str, linear: nn.Linear) -> None:
     packed.bias = linear.bias
     model.set_submodule(name, packed)
     model.is_loaded_in_8bit = True
-
-
-def _to_weight_only(linear: nn.Linear) -> None:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    with torch.no_grad():
-        quantize_(linear, Int8WeightOnlyConfig(set_inductor_config=False))

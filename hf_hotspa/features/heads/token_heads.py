@@ -11,7 +11,7 @@ Anything else that the forward does with a mark raises an error by name, so noth
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -429,10 +429,9 @@ def _pooling_of(model: nn.Module, path: tuple[str, ...]) -> str:
 
 
 def _has_output_embedding(model: PreTrainedModel) -> bool:
-    try:
+    with suppress(NotImplementedError, AttributeError):
         return model.get_output_embeddings() is not None
-    except (NotImplementedError, AttributeError):
-        return False
+    return False
 
 
 def _top_of_base(model: PreTrainedModel) -> str | None:
