@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_tokens
+from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.loss import vocab_parallel_log_probabilities
 from tests.families import tiny_model
 
@@ -48,3 +48,8 @@ def test_loss_and_gradients_are_those_of_all_tokens_at_once(family, chunk):
     assert whole == [TOKENS]
     assert max(seen) == min(chunk, TOKENS)
     assert sum(seen) == TOKENS
+
+
+def test_chunks_of_whole_sequences():
+    assert chunks_of_sequences((3, 4, 9, 1, 2), 8) == [slice(0, 7), slice(7, 16), slice(16, 19)]
+    assert chunks_of_sequences((5,), 2) == [slice(0, 5)]
