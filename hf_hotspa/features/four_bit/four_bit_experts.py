@@ -47,8 +47,8 @@ class FourBitExperts(FourBitWeight):
         return super().specs(replace(spec, experts=self.shape[0]))
 
     @staticmethod
-    def state_of(module: Any, name: str) -> Any:
-        return module[0].quant_state
+    def state_of(module: nn.Module, name: str) -> Any:
+        return getattr(module, "0").quant_state
 
     def plain_weight(self, name: str) -> str:
         own = f".{SCALES}"

@@ -72,7 +72,7 @@ class FourBitWeight:
     # -- the user's module
 
     @staticmethod
-    def state_of(module: Any, name: str) -> Any:
+    def state_of(module: nn.Module, name: str) -> Any:
         raise NotImplementedError
 
     def stored(self, module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -150,8 +150,8 @@ def overrides_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """Id of a parameter -> its bitsandbytes overrides: embeddings have 32 bits if `Trainer` makes the optimizer."""
     if library_of(type(optimizer)) != BITSANDBYTES:
         return {}
-    told = optimizer.mng.module_weight_config_triple
-    of_modules = {id(getattr(module, attribute, None)): config for module, attribute, config in told}
+    overridden = optimizer.mng.module_weight_config_triple
+    of_modules = {id(getattr(module, attribute, None)): config for module, attribute, config in overridden}
     return {**optimizer.mng.pid2config, **of_modules}
 
 
