@@ -4,7 +4,7 @@ Every rank builds the same case from a seed: layouts, plan, the buffers of all r
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,13 +79,14 @@ def random_bits(generator: torch.Generator, numel: int, dtype: torch.dtype) -> t
 
 
 def random_values(generator: torch.Generator, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Finite values of all magnitudes, and -0.0: conversions of these are defined to the bit, those of NaN are not."""
+    """Values of all magnitudes, -0.0 and infinity: conversions of these are defined to the bit, those of NaN are not."""
     if not dtype.is_floating_point:
         return random_bits(generator, numel, dtype)
     values = torch.randn(numel, generator=generator, dtype=torch.float64) * 2.0 ** torch.randint(
         -20, 14, (numel,), generator=generator
     )
     values[: numel // 10] = -0.0
+    values[numel // 2 : numel // 2 + 1] = float("inf")
     return values.to(dtype)
 
 
@@ -260,43 +261,47 @@ def drive(
     progress: Callable[[int], Any] | None = None,  # what stands for a `SwitchJob`, by rank
     devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> list[SwitchStats]:
-    """Runs a switch of all ranks in this thread, the ranks in another random order in every step.
+    """Runs a switch of all ranks in this thread, and checks that memory is bounded, predicted, and allocated once.
 
     `devices` are those of the computation and of the master store.
     """
-    hub, world_size, epoch = LoopbackHub(case.world_size), case.world_size, rng.randint(0, 1 << 20)
-    runs = {}
-    for rank in range(world_size):
+    hub, epoch = LoopbackHub(case.world_size), rng.randint(0, 1 << 20)
+    executors, runs, staging = [], [], staging_bytes or case.staging_bytes
+    for rank in range(case.world_size):
         executor = SwitchExecutor(
             hub.transport(rank),
             rank,
-            staging_bytes or case.staging_bytes,
+            staging,
             devices[0],
             native=case.native,
             by_layer=epoch % 2 == 0,
             master_device=devices[1],
         )
         with direct_messages(case):
-            executor.prepare(case.plan, case.wires)
+            predicted = executor.extra_bytes([(case.plan, case.wires)])
+        assert executor.reserved_bytes == 0
+        executor.prepare(case.plan, case.wires)
+        relayed = sum(buffer.numel() for buffer in executor._relay)
+        assert executor.reserved_bytes == predicted <= 2 * staging + relayed
+        assert relayed == 0 or len(case.plan.links) > 1
         second = case.seconds[rank] if case.seconds else None
-        runs[rank] = executor.steps(
-            case.plan,
-            case.sources[rank],
-            targets[rank],
-            case.wires,
-            epoch,
-            progress(rank) if progress else None,
-            second,
-        )
+        given = case.wires, epoch, progress(rank) if progress else None, second
+        runs.append(executor.steps(case.plan, case.sources[rank], targets[rank], *given))
+        executors.append((executor, predicted))
+    stats = in_turn(runs, rng)
+    hub.close()
+    assert all(executor.reserved_bytes == predicted for executor, predicted in executors), "running allocates"
+    return stats
+
+
+def in_turn(runs: Sequence[Generator[None, None, SwitchStats]], rng: random.Random) -> list[SwitchStats]:
+    """Steps all ranks of a switch in this thread until all have ended, in another random order in every step."""
     stats: dict[int, SwitchStats] = {}
-    while runs:
-        for rank in rng.sample(sorted(runs), len(runs)):
+    while not stats:
+        for rank in rng.sample(range(len(runs)), len(runs)):
             try:
                 next(runs[rank])
             except StopIteration as end:
                 stats[rank] = end.value
-        assert not stats or len(stats) == world_size, "ranks have different numbers of rounds"
-        if stats:
-            break
-    hub.close()
-    return [stats[rank] for rank in range(world_size)]
+        assert not stats or len(stats) == len(runs), "ranks have different numbers of rounds"
+    return [stats[rank] for rank in range(len(runs))]

@@ -6,16 +6,12 @@ import torch
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
+from tests.unit.test_rope import DYNAMIC, LONGROPE
 from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
 
-BORDER = 16
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": BORDER, "factor": 4.0,
-    "short_factor": [1.0, 1.4], "long_factor": [2.0, 5.0],
-}  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+BORDER = LONGROPE["original_max_position_embeddings"]
 
 # all tokens in one pack where it fits: rows of both sides of the border are in it, and chunks and ranks have parts of them
 SOME = ["pp2dp2+v2:40@200", "cp2tp2+sp:40@200", "dp4:10@64,tp2dp2:20@64,cp4+ck13:40@64"]
@@ -24,19 +20,8 @@ MORE = [
 ]  # fmt: skip
 
 
-def longrope(**changes):
-    return tiny_model(
-        "llama_gqa_bias",
-        torch.float64,
-        num_hidden_layers=4,
-        rope_parameters=LONGROPE,
-        max_position_embeddings=64,
-        **changes,
-    )
-
-
 def errors(rank, world_size, strategies):
-    model, found = longrope(), {}
+    model, found = tiny_model("llama_gqa_bias", torch.float64, rope_parameters=LONGROPE, max_position_embeddings=64), {}
     rows = random_rows(11, model.config.vocab_size, longest=40)
     sides = {len(row["input_ids"]) > BORDER for row in rows}
     assert sides == {False, True}
@@ -47,9 +32,8 @@ def errors(rank, world_size, strategies):
         engine.close()
     found["evaluated"] = worst_error_with_logits(model, "dp4:10@64,tp4:20@64,cp2pp2:60@128", 30)
     model = tiny_model("llama_gqa_bias", torch.float64, rope_parameters=DYNAMIC, max_position_embeddings=40)
-    engine = make_engine(
-        model, "dp4:10@64,tp2pp2:20@200,cp4+ck13:40@200"
-    )  # packs of more tokens than there are positions
+    # packs of more tokens than there are positions
+    engine = make_engine(model, "dp4:10@64,tp2pp2:20@200,cp4+ck13:40@200")
     found["dynamic"] = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0]
     engine.close()
     return found

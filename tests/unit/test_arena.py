@@ -1,5 +1,6 @@
 """What an arena holds is known exactly while nobody else has used it."""
 
+import pytest
 import torch
 
 from hf_hotspa.engine.switching import Arenas, lay_out
@@ -29,16 +30,15 @@ def use(arenas: Arenas, holder: tuple[str, int], value: float) -> bool:
     return held
 
 
-def test_one_memory_holds_the_last_strategy() -> None:
-    arenas = made(1)
-    found = [use(arenas, holder, 1.0 + ord(holder[0])) for holder in (A, A, B, A, A, C, C, B)]
-    assert found == [False, True, False, False, True, False, True, False]
-
-
-def test_two_memories_hold_the_last_two() -> None:
-    arenas = made(2)
-    found = [use(arenas, holder, 1.0 + ord(holder[0])) for holder in (A, B, A, B, B, A, C, A, B)]
-    assert found == [False, False, True, True, True, True, False, True, False]
+@pytest.mark.parametrize(
+    ("copies", "holders", "expected"),
+    [(1, (A, A, B, A, A, C, C, B), "01001010"), (2, (A, B, A, B, B, A, C, A, B), "001111010")],
+)
+def test_as_many_memories_hold_the_last_strategies(
+    copies: int, holders: tuple[tuple[str, int], ...], expected: str
+) -> None:
+    arenas = made(copies)
+    assert "".join("01"[use(arenas, holder, 1.0 + ord(holder[0]))] for holder in holders) == expected
 
 
 def test_the_last_weights_stay_while_the_next_are_loaded() -> None:

@@ -2,12 +2,11 @@
 
 import itertools
 import random
-import threading
 from collections.abc import Sequence
 
 import pytest
 import torch
-from written_plans import layout_of, traffic_of  # type: ignore[import-not-found]
+from written_plans import traffic_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
@@ -15,7 +14,6 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError, PlanError, TransferError
-from hf_hotspa.layout.placement import Interval, Layout
 from hf_hotspa.model.specs import describe_model, dtype_name
 from hf_hotspa.plan.planner import plan_load, plan_return
 from hf_hotspa.plan.switch_plan import SwitchPlan
@@ -29,11 +27,12 @@ from tests.switch_cases import (
     check_rank,
     clone,
     drive,
-    load_case,
+    in_turn,
     make_case,
     poisoned,
     return_case,
 )
+from tests.unit.test_planner import layout
 
 CHUNKS, CHUNK = 2, 240  # 480 switches in the fast suite
 
@@ -58,6 +57,8 @@ def check_stats(case: Case, stats: list[SwitchStats]) -> None:
     assert max(s.sent_bytes for s in stats) == traffic.max_sent_bytes
     assert max(s.received_bytes for s in stats) == traffic.max_received_bytes
     assert len({s.num_rounds for s in stats}) == 1
+    if not case.plan.accumulate:
+        assert sum(s.local_bytes for s in stats) == traffic.local_bytes
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -93,43 +94,6 @@ def test_a_gradient_sum_does_not_depend_on_staging_or_arrival(seed: int) -> None
 # --------------------------------------------------------------------------------------------- small cases by hand
 
 
-def layout(name: str, *holdings: list[tuple[int, int, int, int]], sizes: tuple[int, ...] | None = None) -> Layout:
-    """A layout of given `(start, stop, segment, offset)`; all buffers have the given sizes."""
-    held = tuple(tuple(Interval(*interval) for interval in rank) for rank in holdings)
-    return layout_of(name, held, tuple(sizes or (8,) for _ in holdings))
-
-
-def run_threads(
-    plan: SwitchPlan,
-    sources: list[list[torch.Tensor | None]],
-    targets: list[list[torch.Tensor | None]],
-    wires: list[torch.dtype | None],
-    staging_bytes: int = 1 << 10,
-) -> list[SwitchStats]:
-    """A switch with one thread per rank, through the blocking `run`."""
-    hub = LoopbackHub(plan.world_size, timeout=20.0)
-    stats: dict[int, SwitchStats] = {}
-    errors: list[Exception] = []
-
-    def work(rank: int) -> None:
-        try:
-            executor = SwitchExecutor(hub.transport(rank), rank, staging_bytes)
-            executor.prepare(plan, wires)
-            stats[rank] = executor.run(plan, sources[rank], targets[rank], wires, 0)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(plan.world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    hub.close()
-    return [stats[rank] for rank in range(plan.world_size)]
-
-
 def test_contributions_are_added_in_rank_order_with_the_local_one_in_its_place() -> None:
     # In this order the 1 is lost in 2^24. With the local contribution first, or last, the sum would be 4.
     values = [1.0, 2.0**24, -(2.0**24), 3.0]
@@ -137,31 +101,12 @@ def test_contributions_are_added_in_rank_order_with_the_local_one_in_its_place()
     owner = layout("owner", [], [], [(0, 1, 0, 0)], [], sizes=(1,))
     targets: list[list[torch.Tensor | None]] = [[torch.zeros(1) if rank == 2 else None] for rank in range(4)]
     sources: list[list[torch.Tensor | None]] = [[torch.tensor([value])] for value in values]
-    run_threads(plan_return(parts, owner), sources, targets, [torch.float32])
+    hub, plan = LoopbackHub(4), plan_return(parts, owner)
+    executors = [SwitchExecutor(hub.transport(rank), rank) for rank in range(4)]
+    buffers = zip(executors, sources, targets, strict=True)
+    in_turn([one.steps(plan, *own, [torch.float32], 0) for one, *own in buffers], random.Random(0))
     assert targets[2][0] is not None
     assert targets[2][0].item() == 3.0
-
-
-def test_threads_and_steps_give_the_same() -> None:
-    for seed in range(30):
-        case = return_case(seed, 4) if seed % 2 else load_case(seed, "strategy", 4)
-        targets = clone(case.targets)
-        run_threads(case.plan, case.sources, targets, case.wires, case.staging_bytes)
-        for rank, found in enumerate(targets):
-            check_rank(case, rank, found)
-
-
-def test_a_load_converts_master_weights_as_a_cast_does() -> None:
-    source, target = layout("a", [(0, 4, 0, 0)], [(4, 8, 0, 0)]), layout("b", [(0, 8, 0, 0)], [(0, 8, 0, 0)])
-    full = torch.tensor([1.0, 1.00390625, -0.0, 3e38, float("inf"), 1e-40, 1.0117, -2.5])
-    targets: list[list[torch.Tensor | None]] = [[torch.empty(8, dtype=torch.bfloat16)] for _ in range(2)]
-    plan = plan_load(source, target, Cluster(2, 2), [2])
-    stats = run_threads(plan, [[full[:4].clone()], [full[4:].clone()]], targets, [torch.bfloat16])
-    for buffers in targets:
-        assert buffers[0] is not None
-        assert torch.equal(bits(buffers[0]), bits(full.to(torch.bfloat16)))
-    assert [s.sent_bytes for s in stats] == [8, 8]
-    assert [s.local_bytes for s in stats] == [8, 8]
 
 
 class Recorder:
@@ -227,20 +172,6 @@ def test_plans_of_one_name_are_told_apart() -> None:
         assert into.tolist() == [low, low + 1, low + 2, low + 3]
 
 
-def test_memory_is_bounded_predicted_and_allocated_once() -> None:
-    for seed in range(200):
-        case = make_case(seed)
-        for rank in range(case.world_size):
-            executor = SwitchExecutor(LoopbackHub(1).transport(0), rank, case.staging_bytes, native=case.native)
-            predicted = executor.extra_bytes([(case.plan, case.wires)])
-            assert executor.reserved_bytes == 0
-            executor.prepare(case.plan, case.wires)
-            assert executor.reserved_bytes == predicted
-            relayed = sum(buffer.numel() for buffer in executor._relay)
-            assert predicted - relayed <= 2 * case.staging_bytes
-            assert relayed == 0 or len(case.plan.links) > 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_memory_model_counts_enough_for_the_buffers_of_a_pool(dtype: torch.dtype) -> None:
     description = describe_model(tiny_model("llama_gqa_bias"), dtype)
@@ -257,26 +188,6 @@ def test_the_memory_model_counts_enough_for_the_buffers_of_a_pool(dtype: torch.d
             for rank in range(4):
                 executor = SwitchExecutor(LoopbackHub(4).transport(rank), rank, 1 << 30)
                 assert executor.extra_bytes(switches) <= counted
-
-
-def test_running_allocates_no_more_than_was_prepared() -> None:
-    for seed in range(60):
-        case = make_case(seed)
-        hub = LoopbackHub(case.world_size)
-        executors = [SwitchExecutor(hub.transport(rank), rank, case.staging_bytes) for rank in range(case.world_size)]
-        runs, before = [], []
-        for rank, executor in enumerate(executors):
-            executor.prepare(case.plan, case.wires)
-            before.append(executor.reserved_bytes)
-            second = case.seconds[rank] if case.seconds else None
-            runs.append(executor.steps(case.plan, case.sources[rank], case.targets[rank], case.wires, 0, None, second))
-        for _ in range(len(executors[0].schedule(case.plan, tuple(case.wires)).rounds)):
-            for run in runs:
-                next(run)
-        for run in runs:
-            with pytest.raises(StopIteration):
-                next(run)
-        assert [executor.reserved_bytes for executor in executors] == before
 
 
 class Recording:
@@ -383,13 +294,8 @@ def test_messages_of_other_epochs_do_not_match() -> None:
         hub.close()
 
 
-def test_an_empty_plan_and_a_world_of_one_need_no_transport() -> None:
+def test_an_empty_plan_has_no_round() -> None:
     empty = plan_load(layout("a", [(0, 8, 0, 0)]), layout("b", []), Cluster(1, 1), [4])
     executor = SwitchExecutor(LoopbackHub(1).transport(0), 0)
     executor.prepare(empty, [None])
     assert executor.run(empty, [torch.zeros(8)], [None], [None], 0).num_rounds == 0
-    copy = plan_load(layout("a", [(0, 8, 0, 0)]), layout("b", [(0, 8, 0, 0)]), Cluster(1, 1), [4])
-    into = torch.zeros(8)
-    stats = executor.run(copy, [torch.arange(8.0)], [into], [torch.float32], 0)
-    assert torch.equal(into, torch.arange(8.0))
-    assert (stats.sent_bytes, stats.local_bytes, stats.num_messages) == (0, 32, 0)

@@ -21,6 +21,8 @@ from tests.families import tiny_model
 
 SHAPE = ModelShape("llama", 4, 8, 8, 64, 64, 256, 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
 STRATEGY = Strategy(2, 2, 1)
+ESTIMATE = "estimate --model llama2-7b --nodes 1x8 --strategy dp2tp4 --pack-tokens 64 --json"
+PLAN = "plan --model llama2-7b --nodes 2x8 --hardware a800-80g --lengths commoncrawl --longest 16384 --json"
 
 
 def test_what_the_words_mean() -> None:
@@ -75,42 +77,16 @@ def test_a_calibration_predicts_the_bytes_of_the_run() -> None:
 
 
 def test_the_command_line_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
-    args = [
-        "estimate",
-        "--model",
-        "llama2-7b",
-        "--nodes",
-        "1x8",
-        "--strategy",
-        "dp2tp4",
-        "--pack-tokens",
-        "64",
-        "--json",
-    ]
     found = []
     for words in ([], ["--grad-accum-dtype", "bf16"], ["--grad-wire-dtype", "bf16"]):
-        assert main([*args, *words]) == 0
+        assert main([*ESTIMATE.split(), *words]) == 0
         found.append(json.loads(capsys.readouterr().out))
     exact, sums, wire = (answer["memory"]["gradients"] for answer in found)
     assert (2 * sums, wire) == (exact, exact)
     assert found[1]["gradients"] == {"accumulation": "bf16", "wire": "auto"}
-    plan = [
-        "plan",
-        "--model",
-        "llama2-7b",
-        "--nodes",
-        "2x8",
-        "--hardware",
-        "a800-80g",
-        "--lengths",
-        "commoncrawl",
-        "--longest",
-        "16384",
-        "--json",
-    ]
     seconds, strategies = [], []
     for words in ([], ["--grad-wire-dtype", "bf16"]):
-        assert main([*plan, *words]) == 0
+        assert main([*PLAN.split(), *words]) == 0
         answer = json.loads(capsys.readouterr().out)
         seconds.append(answer["buckets"][-1]["switch_seconds"])
         strategies.append([bucket["strategy"] for bucket in answer["buckets"]])

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 
@@ -47,44 +48,30 @@ def test_without_a_limit_it_is_the_plain_schedule(num_stages: int) -> None:
                 assert operations(reach, num_stages, stage) == plain_1f1b(total, num_stages, stage)
 
 
-def test_every_pass_once_in_order_and_within_the_limit() -> None:
+def test_every_pass_once_in_order_within_the_limit_and_as_late_as_it_allows() -> None:
+    """Limits may be below the largest pack. A stage goes back as late as its place and the limit allow."""
     shorter = 0
     for seed in range(400):
         tokens, limit, num_stages = drawn(seed)
         reach = reaches(tokens, limit)
-        plain = plain_1f1b(len(tokens), num_stages, 0)
-        assert delays(reach, num_stages) == (operations(reach, num_stages, 0) != plain)
+        assert delays(reach, num_stages) == (operations(reach, num_stages, 0) != plain_1f1b(len(tokens), num_stages, 0))
         for stage in range(num_stages):
             order = operations(reach, num_stages, stage)
-            for kind in (False, True):
-                assert [i for i, is_backward in order if is_backward == kind] == list(range(len(tokens)))
-            held: list[int] = []
+            held, begun = list[int](), 0
             for i, is_backward in order:
                 if is_backward:
+                    if begun < len(tokens) and len(held) < num_stages - stage:
+                        assert sum(tokens[j] for j in held) + tokens[begun] > limit
                     assert held.pop(0) == i
                 else:
+                    assert i == begun
                     held.append(i)
+                    begun += 1
                 assert len(held) <= num_stages - stage
                 assert len(held) <= 1 or sum(tokens[i] for i in held) <= limit
+            assert (begun, held) == (len(tokens), [])
             shorter += order != plain_1f1b(len(tokens), num_stages, stage)
     assert shorter > 500  # the limit mattered
-
-
-def test_no_pass_waits_that_the_limit_allows() -> None:
-    """A stage goes back as late as its place and the limit allow."""
-    for seed in range(200):
-        tokens, limit, num_stages = drawn(seed)
-        for stage in range(num_stages):
-            held: list[int] = []
-            forwards = 0
-            for i, is_backward in operations(reaches(tokens, limit), num_stages, stage):
-                if is_backward:
-                    if forwards < len(tokens) and len(held) < num_stages - stage:
-                        assert sum(tokens[j] for j in held) + tokens[forwards] > limit
-                    held.remove(i)
-                else:
-                    held.append(i)
-                    forwards += 1
 
 
 def held(passes: Passes, stage: int) -> list[list[int]]:
@@ -188,23 +175,19 @@ def finishes(posts: list[list[set[Message]]]) -> bool:
     return all(at[stage] == len(lane) for stage, lane in enumerate(posts))
 
 
+def all_finish(orders: Sequence[Sequence[tuple[int, bool]]], together: bool = True) -> bool:
+    return finishes([exchanges(order, stage, len(orders), together) for stage, order in enumerate(orders)])
+
+
 def test_no_stage_waits_for_itself_where_sends_block() -> None:
     stuck = 0
     for seed in range(600):
         tokens, limit, num_stages = drawn(seed)
         reach = reaches(tokens, limit)
         orders = [operations(reach, num_stages, stage) for stage in range(num_stages)]
-        assert finishes([exchanges(order, s, num_stages, together=True) for s, order in enumerate(orders)]), seed
-        stuck += not finishes([exchanges(order, s, num_stages, together=False) for s, order in enumerate(orders)])
+        assert all_finish(orders), seed
+        stuck += not all_finish(orders, together=False)
     assert stuck  # it is the posting of both at once that prevents it
-
-
-def test_a_bucket_knows_what_its_pipeline_may_hold() -> None:
-    assert Bucket(Strategy(1, 1, 4), 2048, 1000).most_tokens == 4000  # a full pipeline of packs
-    assert Bucket(Strategy(1, 1, 4), 8192, 1000).most_tokens == 8192  # one sequence, and nothing beside it
-    assert Bucket(Strategy(4, 1, 1), 100, 300).most_tokens == 300
-    assert Bucket(Strategy(1, 1, 4), 8192, 1000).capacity == 8192
-    assert Bucket(Strategy(1, 1, 4), 100, 300).capacity == 300
 
 
 # ---- chunks of packs
@@ -215,8 +198,7 @@ def drawn_chains(seed: int) -> tuple[list[int], list[int], int, int]:
     rng = random.Random(seed)
     chains = [rng.choice([1, 1, 2, 3, 5, 9]) for _ in range(rng.randint(1, 7))]
     tokens = [rng.randint(1, 100) for _ in range(sum(chains))]
-    ends = [sum(chains[: i + 1]) for i in range(len(chains))]
-    largest = max(sum(tokens[end - n : end]) for n, end in zip(chains, ends, strict=True))
+    largest = max(sum(tokens[end - n : end]) for n, end in zip(chains, accumulate(chains), strict=True))
     num_stages = rng.randint(2, 8)
     return tokens, chains, rng.choice([largest, largest + 100 * num_stages, 10**6]), num_stages
 
@@ -229,8 +211,8 @@ def test_chains_come_first_in_first_out_and_their_chunks_go_back_last_in_first_o
     assert "".join("FB"[is_backward] for _, is_backward in first) == "FFFFBFBFBBBB"
 
 
-def test_chunks_are_within_the_limit_and_behind_all_of_their_chain() -> None:
-    for seed in range(400):
+def test_chunks_are_within_the_limit_behind_all_of_their_chain_and_no_stage_waits_for_itself() -> None:
+    for seed in range(600):
         tokens, chains, limit, num_stages = drawn_chains(seed)
         passes = choose_passes("auto", tokens, num_stages, limit, chains)
         for stage in range(num_stages):
@@ -238,11 +220,7 @@ def test_chunks_are_within_the_limit_and_behind_all_of_their_chain() -> None:
             assert [i for i, is_backward in order if not is_backward] == list(range(len(tokens)))
             assert [i for i, is_backward in order if is_backward] == backward_order(chains)
             begun, held = 0, dict[int, int]()
-            ends = [
-                end
-                for n, end in zip(chains, [sum(chains[: i + 1]) for i in range(len(chains))], strict=True)
-                for _ in range(n)
-            ]
+            ends = [end for n, end in zip(chains, accumulate(chains), strict=True) for _ in range(n)]
             for i, is_backward in order:
                 if is_backward:
                     assert begun >= ends[i]
@@ -253,14 +231,7 @@ def test_chunks_are_within_the_limit_and_behind_all_of_their_chain() -> None:
                 most = most_packs("auto", num_stages, stage, None, max(chains))
                 assert most is not None
                 assert len(held) <= most
-
-
-def test_no_stage_waits_for_itself_with_chunks_where_sends_block() -> None:
-    for seed in range(600):
-        tokens, chains, limit, num_stages = drawn_chains(seed)
-        passes = choose_passes("auto", tokens, num_stages, limit, chains)
-        orders = [passes.operations(stage) for stage in range(num_stages)]
-        assert finishes([exchanges(order, s, num_stages, together=True) for s, order in enumerate(orders)]), seed
+        assert all_finish([passes.operations(stage) for stage in range(num_stages)]), seed
 
 
 def test_no_stage_of_a_replica_that_sits_chunks_out_waits_for_itself_where_sends_block() -> None:
@@ -277,10 +248,15 @@ def test_no_stage_of_a_replica_that_sits_chunks_out_waits_for_itself_where_sends
             orders = [joint.operations(stage, replica) for stage in range(strategy.pp)]
             chains = [len(chain) for pack in packs for chain in cut_for(strategy, pack, 0.05)]
             assert [i for i, is_backward in orders[0] if is_backward] == backward_order(chains)
-            assert finishes([exchanges(order, s, strategy.pp, together=True) for s, order in enumerate(orders)]), seed
+            assert all_finish(orders), seed
 
 
-def test_a_bucket_knows_what_a_pipeline_of_chunks_may_hold() -> None:
+def test_a_bucket_knows_what_its_pipeline_may_hold() -> None:
+    assert Bucket(Strategy(1, 1, 4), 2048, 1000).most_tokens == 4000  # a full pipeline of packs
+    assert Bucket(Strategy(1, 1, 4), 8192, 1000).most_tokens == 8192  # one sequence, and nothing beside it
+    assert Bucket(Strategy(4, 1, 1), 100, 300).most_tokens == 300
+    assert Bucket(Strategy(1, 1, 4), 8192, 1000).capacity == 8192
+    assert Bucket(Strategy(1, 1, 4), 100, 300).capacity == 300
     assert Bucket(Strategy(pp=4, ck=100), 1000, 1000).most_tokens == 1400  # all of one sequence, and a chunk a stage
     assert Bucket(Strategy(pp=4, ck=100), 80, 1000).most_tokens == 400
     assert Bucket(Strategy(pp=4, ck=1000), 80, 500).most_tokens == 2000
