@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.placement import rank_slots
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.harness import run_ranks
@@ -18,48 +16,42 @@ from tests.worlds import gradient_of, make_engine, make_mini_batch, shared_refer
 pytestmark = pytest.mark.gloo
 
 
-def schedules(rank, world_size, schedule, cases):
-    """For each case the worst error, and how often torch's 1F1B ran; one engine trains all."""
+UNEQUAL = [12, 12, 11, 9, 8, 7, 7]
+SCHEDULES = {  # lengths, and whether torch's 1F1B runs them
+    "own": [(UNEQUAL, False), ([12], False)],  # the second leaves nothing at all to one replica
+    "auto": [([12] * 6, False), (UNEQUAL, False)],
+    "1f1b": [(UNEQUAL, True), ([12, 11], False)],  # padded to one shape; fewer packs than stages
+    "gpipe": [(UNEQUAL, False), ([12, 11, 10], False)],
+}
+
+
+def schedules(rank, world_size):
+    """For each schedule and case the worst error, and whether torch's 1F1B ran; one engine trains all of a schedule."""
     from torch.distributed.pipelining import Schedule1F1B
 
-    model = tiny_model("llama_gqa_bias", torch.float64)
-    engine = make_engine(model, "dp2pp2:12@12", pipeline_schedule=schedule)
-    runs = []
+    model, runs, found = tiny_model("llama_gqa_bias", torch.float64), [], {}
     original = Schedule1F1B.step
     Schedule1F1B.step = lambda self, *a, **k: (runs.append(1), original(self, *a, **k))[1]
     generator = torch.Generator().manual_seed(0)
-    found = []
-    for lengths in cases:
-        errors = []
-        runs.clear()
-        for _ in range(2):
-            rows = [
-                {"input_ids": (ids := torch.randint(3, 160, (n,), generator=generator).tolist()), "labels": ids}
-                for n in lengths
-            ]
-            errors.append(worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0])
-        found.append((max(errors), len(runs)))
+    for schedule, cases in SCHEDULES.items():
+        engine = make_engine(model, "dp2pp2:12@12", pipeline_schedule=schedule)
+        for lengths, torch_1f1b in cases:
+            runs.clear()
+            for again in range(2):
+                tokens = [torch.randint(3, 160, (n,), generator=generator).tolist() for n in lengths]
+                rows = [{"input_ids": ids, "labels": ids} for ids in tokens]
+                error, _ = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
+                found[f"{schedule} {lengths} {again}"] = error, bool(runs) == torch_1f1b
+        engine.close()
     return found
 
 
-UNEQUAL = [12, 12, 11, 9, 8, 7, 7]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "cases"),
-    [  # lengths, and whether torch's 1F1B runs them
-        ("own", [(UNEQUAL, False), ([12], False)]),  # the second leaves nothing at all to one replica
-        ("auto", [([12] * 6, False), (UNEQUAL, False)]),
-        ("1f1b", [(UNEQUAL, True), ([12, 11], False)]),  # padded to one shape; fewer packs than stages
-        ("gpipe", [(UNEQUAL, False), ([12, 11, 10], False)]),
-    ],
-    ids=["own", "auto", "1f1b", "gpipe"],
-)
-def test_pipeline_schedules_are_exact(schedule, cases):
-    for found in run_ranks(4, schedules, schedule, [lengths for lengths, _ in cases]):
-        for (lengths, torch_1f1b), (error, runs) in zip(cases, found, strict=True):
-            assert error <= 1e-11, lengths
-            assert bool(runs) == torch_1f1b, lengths
+def test_pipeline_schedules_are_exact():
+    for found in run_ranks(4, schedules):
+        assert len(found) == 16
+        for case, (error, ran_as_it_should) in found.items():
+            assert error <= 1e-11, case
+            assert ran_as_it_should, case
 
 
 class _Held:
@@ -194,30 +186,18 @@ def test_bf16_weights_are_the_rounded_masters_and_gradients_are_fp32():
 
 
 def different_seeds(rank, world_size):
-    engine = make_engine(tiny_model("llama_gqa_bias", seed=rank), "dp2:60")
+    """Whether the weights are those of rank 0, and the elements that replicas hold after a mini-batch."""
+    engine = make_engine(tiny_model("llama_gqa_bias", seed=rank), "dp2:16@32,tp2:60")
+    engine.forward_backward(make_mini_batch(engine, random_rows(9, 100, longest=60)))
+    held = sum(p.numel() for phase in engine.phases.values() for p in phase.replica.model.parameters())
     model = tiny_model("llama_gqa_bias", seed=99)
     engine.write_back(model)
     expected = tiny_model("llama_gqa_bias", seed=0)
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True)), held
 
 
-def test_ranks_with_different_seeds_take_the_weights_of_rank_0():
-    assert all(run_ranks(2, different_seeds))
-
-
-def family_without_plan(rank, world_size):
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).double().train()
-    engine = make_engine(model, "dp2:60@64")
-    rows = random_rows(9, 64, longest=60)
-    return worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0]
-
-
-def test_family_without_a_plan_trains_data_parallel():
-    assert max(run_ranks(2, family_without_plan)) <= 1e-11
+def test_ranks_with_different_seeds_take_the_weights_of_rank_0_and_replicas_hold_no_storage_between_phases():
+    assert run_ranks(2, different_seeds) == [(True, 0)] * 2
 
 
 def clip_and_step(rank, world_size):
@@ -281,20 +261,6 @@ def test_one_device_mesh_per_strategy_on_shared_groups():
         assert with_replicas == num_groups  # dp4 has the ranks of tp4, and dp2 those of pp2
         # two pairs for tp2, two for pp2, one of all for tp4, and switch, forward and agreement
         assert num_groups == 8
-
-
-def storage_comes_and_goes(rank, world_size):
-    model = tiny_model("llama_gqa_bias")
-    engine = make_engine(model, "dp2:16@32,tp2:60")
-    engine.forward_backward(make_mini_batch(engine, random_rows(9, 100, longest=60)))
-    sizes = [p.numel() for phase in engine.phases.values() for p in phase.replica.model.parameters()]
-    held = sum(slot.numel for slot in rank_slots(engine.description.vector, Strategy(tp=2), rank))
-    engine.close()
-    return sum(sizes), held < engine.description.vector.numel
-
-
-def test_replicas_hold_no_storage_between_phases():
-    assert run_ranks(2, storage_comes_and_goes) == [(0, True)] * 2
 
 
 def test_one_process_runs_the_same_path():

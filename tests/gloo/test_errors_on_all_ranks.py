@@ -1,10 +1,15 @@
-"""Bad input: every rank raises the same clear error, and nothing has been sent."""
+"""Bad input: every rank raises the same clear error, and nothing has been sent.
+
+One world tries one attempt after the other.
+"""
 
 import pytest
 import torch
 from transformers.models.stablelm import StableLmConfig, StableLmForCausalLM
 
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -15,240 +20,153 @@ pytestmark = pytest.mark.gloo
 BUCKETS = "dp2:16@32,tp2:64"
 
 
-def assert_all_raise(world_size, error_type, fragments, fn, *args):
-    outcomes = run_ranks(world_size, fn, *args, expect_failure=True)
-    for outcome in outcomes:
-        assert outcome.error_type is not None, f"rank {outcome.rank} went on"
-        assert outcome.error_type.endswith(error_type), f"{outcome.error_type}: {outcome.error}"
-        for fragment in fragments:
-            assert fragment in outcome.error, f"rank {outcome.rank}: {fragment!r} is not in {outcome.error!r}"
+def build(buckets=BUCKETS, memory_limit=None, **changes):
+    make_engine(tiny_model("llama_gqa_bias", **changes), buckets, memory_limit=memory_limit)
 
 
-def build(rank, world_size, buckets, family="llama_gqa_bias"):
-    make_engine(tiny_model(family), buckets)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "buckets", "error_type", "fragments"),
-    [
-        (
-            2,
-            "dp4:64",
-            "LaunchError",
-            ["need 4 processes and 2 are running", "--multi_gpu --num_processes 4", "--use_cpu"],
-        ),
-        (1, "dp4:64", "LaunchError", ["1 are running", "starts one process", "--multi_gpu --num_processes 4"]),
-        (2, "pp2:8,tp2:4", "StrategyError", ["not above 8"]),
-    ],
-)
-def test_strategies_that_do_not_fit_the_world(world_size, buckets, error_type, fragments):
-    assert_all_raise(world_size, error_type, fragments, build, buckets)
-
-
-def too_many_stages(rank, world_size):
-    make_engine(tiny_model("llama_gqa_bias", num_hidden_layers=2), "pp4:64")
-
-
-def too_long(rank, world_size):
-    make_engine(tiny_model("llama_gqa_bias"), "dp4:256,tp4:257")
-
-
-def too_many_shards(rank, world_size):
-    make_engine(tiny_model("llama_gqa_bias", num_attention_heads=2, num_key_value_heads=2), "tp4:64")
-
-
-@pytest.mark.parametrize(
-    ("fn", "fragments"),
-    [
-        (too_many_stages, ["pp4 is more than the 2 layers", "legal", "dp2tp2"]),
-        (too_long, ["257 tokens", "256 positions"]),
-        (too_many_shards, ["tp4 is more than the 2 attention heads", "legal", "dp4"]),
-    ],
-)
-def test_strategies_that_do_not_fit_the_model(fn, fragments):
-    assert_all_raise(4, "StrategyError", fragments, fn)
-
-
-def stable_lm(buckets):
+def without_a_plan():
     config = StableLmConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attention_dropout=0.0, hidden_dropout=0.0,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return make_engine(StableLmForCausalLM(config), buckets)
+    make_engine(StableLmForCausalLM(config), "tp2:64")
 
 
-def family_without_plan(rank, world_size):
-    stable_lm("tp2:64")
-
-
-def test_family_without_a_tensor_parallel_plan():
-    fragments = ["tp2 cannot run", "'stablelm' has no tensor-parallel plan", "legal", "dp2"]
-    assert_all_raise(2, "StrategyError", fragments, family_without_plan)
-
-
-def different_strategies(rank, world_size):
-    make_engine(tiny_model("llama_gqa_bias"), BUCKETS if rank else "dp2:8@32,tp2:64")
-
-
-def different_models(rank, world_size):
-    make_engine(tiny_model("llama_gqa_bias", intermediate_size=48 + rank), BUCKETS)
-
-
-def test_ranks_with_different_configurations():
-    assert_all_raise(2, "PlanMismatchError", ["list of strategies", "nothing was sent"], different_strategies)
-    assert_all_raise(2, "PlanMismatchError", ["model", "nothing was sent"], different_models)
-
-
-def bad_rows(rank, world_size, change, where):
-    model = tiny_model("llama_gqa_bias")
-    rows = random_rows(6, model.config.vocab_size, longest=60, seed=1, masked=False)
-    # the bad row is short, so only one of the two replicas reads it
-    bad = min(range(6), key=lambda i: len(rows[i]["input_ids"]) if len(rows[i]["input_ids"]) > 3 else 99)
-    change(rows[bad], rank)
-    engine = make_engine(model, BUCKETS)
+def run(rows):
+    """A mini-batch that is refused before the first transfer; the weights stay."""
+    engine = make_engine(tiny_model("llama_gqa_bias"), BUCKETS)
     before = [w.clone() for w in engine.master.weights if w is not None]
     try:
         engine.forward_backward(make_mini_batch(engine, rows))
-    except HotspaError:
+    finally:
         assert engine._switching._epoch == 0, "a transfer was started"
-        assert all(
-            torch.equal(a, b) for a, b in zip(before, [w for w in engine.master.weights if w is not None], strict=True)
-        )
-        raise
+        after = [w for w in engine.master.weights if w is not None]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        engine.close()
 
 
-def token_too_large(row, rank):
-    row["input_ids"][2] = 163
+def rows_with(column, value):
+    """Rows of which a short one, which only one of two replicas reads, has a bad token."""
+    rows = random_rows(6, 163, longest=60, seed=1, masked=False)
+    bad = min(range(6), key=lambda i: len(rows[i]["input_ids"]) if len(rows[i]["input_ids"]) > 3 else 99)
+    rows[bad][column][2] = value
+    return rows
 
 
-def label_too_large(row, rank):
-    row["labels"][2] = 5000
-
-
-@pytest.mark.parametrize("change", [token_too_large, label_too_large])
-def test_token_outside_the_vocabulary_stops_all_ranks_before_the_first_transfer(change):
-    assert_all_raise(2, "TokenRangeError", ["rank", "row", "163"], bad_rows, change, "")
-
-
-def other_data(rank, world_size):
-    model = tiny_model("llama_gqa_bias")
-    engine = make_engine(model, BUCKETS)
-    rows = random_rows(6 + rank, model.config.vocab_size, longest=60, seed=1)
-    engine.forward_backward(make_mini_batch(engine, rows))
-
-
-def test_ranks_with_different_mini_batches():
-    assert_all_raise(2, "PlanMismatchError", ["mini-batch", "nothing was sent"], other_data)
-
-
-def no_labels(rank, world_size):
-    model = tiny_model("llama_gqa_bias")
-    engine = make_engine(model, BUCKETS)
-    rows = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4
-    engine.forward_backward(make_mini_batch(engine, rows))
-
-
-def test_mini_batch_without_labels():
-    assert_all_raise(2, "DataError", ["none of the 4 rows", "label"], no_labels)
-
-
-def infinite_weight(rank, world_size):
-    model = tiny_model("llama_gqa_bias")
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("inf")
-    engine = make_engine(model, BUCKETS)
-    engine.forward_backward(make_mini_batch(engine, random_rows(6, model.config.vocab_size, longest=60, seed=1)))
-
-
-def test_non_finite_gradients_are_an_error_on_all_ranks():
-    assert_all_raise(2, "NonFiniteError", ["mini-batch 1", "weights were not changed"], infinite_weight)
-
-
-def train(rank, world_size, rows, folder, **options):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
+def train(folder, rows, **options):
     args = HotSPaTrainingArguments(
         output_dir=folder, use_cpu=True, max_steps=2, report_to="none", hotspa_strategies=BUCKETS, **options
     )
     HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args=args, train_dataset=rows).train()
 
 
-def overlong(rank, world_size, policy, folder):
+def overlong():
     rows = random_rows(12, 100, longest=60)
     rows[7] = {"input_ids": [5] * 65}
-    train(rank, world_size, rows, folder, hotspa_overlong=policy)
+    return rows
 
 
-def test_overlong_sequence_under_the_policy_error(tmp_path):
-    assert_all_raise(2, "OverlongError", ["65 tokens", "64 tokens", "row 7", "split"], overlong, "error", str(tmp_path))
+ATTEMPTS = {  # name -> what a rank tries, the class of the error, and what it says
+    "too many ranks": (
+        lambda rank, folder: build("dp4:64"), "LaunchError",
+        ["need 4 processes and 2 are running", "--multi_gpu --num_processes 4", "--use_cpu"],
+    ),
+    "unordered buckets": (lambda rank, folder: build("pp2:8,tp2:4"), "StrategyError", ["not above 8"]),
+    "too many stages": (
+        lambda rank, folder: build("pp2:64", num_hidden_layers=1), "StrategyError",
+        ["pp2 is more than the 1 layers", "legal", "dp2"],
+    ),
+    "too long": (
+        lambda rank, folder: build("dp2:256,tp2:257"), "StrategyError", ["257 tokens", "256 positions"],
+    ),
+    "too many shards": (
+        lambda rank, folder: build("tp2:64", num_attention_heads=1, num_key_value_heads=1), "StrategyError",
+        ["tp2 is more than the 1 attention heads", "legal", "dp2"],
+    ),
+    "a family without a tensor-parallel plan": (
+        lambda rank, folder: without_a_plan(), "StrategyError",
+        ["tp2 cannot run", "'stablelm' has no tensor-parallel plan", "legal", "dp2"],
+    ),
+    "too little memory": (
+        lambda rank, folder: build(memory_limit=1000), "DeviceMemoryError", ["MiB", "weights", "the device has 0.0 MiB"],
+    ),
+    "other strategies": (
+        lambda rank, folder: build(BUCKETS if rank else "dp2:8@32,tp2:64"), "PlanMismatchError",
+        ["list of strategies", "nothing was sent"],
+    ),
+    "other models": (
+        lambda rank, folder: build(intermediate_size=48 + rank), "PlanMismatchError", ["model", "nothing was sent"],
+    ),
+    "a token that is too large": (
+        lambda rank, folder: run(rows_with("input_ids", 163)), "TokenRangeError", ["rank", "row", "163"],
+    ),
+    "a label that is too large": (
+        lambda rank, folder: run(rows_with("labels", 5000)), "TokenRangeError", ["rank", "row", "163"],
+    ),
+    "other mini-batches": (
+        lambda rank, folder: run(random_rows(6 + rank, 163, longest=60, seed=1)), "PlanMismatchError",
+        ["mini-batch", "nothing was sent"],
+    ),
+    "no labels": (
+        lambda rank, folder: run([{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4), "DataError",
+        ["none of the 4 rows", "label"],
+    ),
+    "a row that is too long": (
+        lambda rank, folder: train(folder, overlong(), hotspa_overlong="error"), "OverlongError",
+        ["65 tokens", "64 tokens", "row 7", "split"],
+    ),
+    "no rows": (lambda rank, folder: train(folder, []), "DataError", ["empty"]),
+}  # fmt: skip
 
 
-def empty(rank, world_size, folder):
-    train(rank, world_size, [], folder)
+def attempts(rank, world_size, folder):
+    found = {}
+    for name, (attempt, *_) in ATTEMPTS.items():
+        try:
+            attempt(rank, folder)
+        except HotspaError as error:
+            found[name] = type(error).__name__, str(error)
+    return found
 
 
-def test_empty_data_set(tmp_path):
-    assert_all_raise(2, "DataError", ["empty"], empty, str(tmp_path))
+def test_every_rank_raises_the_same_error_and_nothing_was_sent(tmp_path):
+    for rank, found in enumerate(run_ranks(2, attempts, str(tmp_path))):
+        assert list(found) == list(ATTEMPTS), f"rank {rank} went on"
+        for name, (_, error_type, fragments) in ATTEMPTS.items():
+            assert found[name][0] == error_type, found[name]
+            assert all(fragment in found[name][1] for fragment in fragments), found[name]
 
 
-def fails_inside_a_phase(rank, world_size):
-    engine = make_engine(tiny_model("llama_gqa_bias"), BUCKETS, timeout_s=20)
-    rows = random_rows(6, 100, longest=60, seed=1)
-    if rank == 1:
-
-        def broken(*args, **kwargs):
-            raise MemoryError("no memory for this pack")
-
-        engine.phases[engine.buckets[0].strategy].compute = broken
-    engine.forward_backward(make_mini_batch(engine, rows))
-
-
-def test_failure_of_one_rank_inside_a_phase_is_named_on_the_others():
-    outcomes = run_ranks(2, fails_inside_a_phase, expect_failure=True, timeout=280)
-    assert "no memory for this pack" in outcomes[1].error
-    assert "no memory for this pack" in outcomes[0].error, outcomes[0].error
-    assert "rank 1" in outcomes[0].error
+def test_one_process_is_told_how_to_start_several():
+    with pytest.raises(HotspaError, match=r"1 are running.*starts one process.*--multi_gpu --num_processes 4"):
+        build("dp4:64")
 
 
 def wrong_values(rank, world_size, folder):
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
-
     common = {"output_dir": folder, "use_cpu": True, "report_to": "none", "hotspa_strategies": "dp2:64", "max_steps": 1}
-    found = {}
-
-    def tries(name, make):
-        try:
-            found[name] = make()
-        except HotspaError as error:
-            found[name] = str(error)
 
     def changed(name, value, here=True, after=False):
         args = HotSPaTrainingArguments(**common)
-        trainer = (
-            HotSPaTrainer(tiny_model("llama_gqa_bias"), args, train_dataset=random_rows(4, 160, longest=60))
-            if after
-            else None
-        )
+        rows = random_rows(4, 160, longest=60)
+        trainer = HotSPaTrainer(tiny_model("llama_gqa_bias"), args, train_dataset=rows) if after else None
         setattr(args, name, value if here else getattr(args, name))
         if trainer is None:
             HotSPaTrainer(tiny_model("llama_gqa_bias"), args)
         else:
             trainer.train()
 
-    for name, value in {"learning_rate": "1e-3", "max_grad_norm": float("nan"), "output_dir": ""}.items():
-        tries(name, lambda name=name, value=value: HotSPaTrainingArguments(**{**common, name: value}) and None)
-    tries("adam_beta1", lambda: changed("adam_beta1", 1.5, rank == 1))
-    tries("weight_decay", lambda: changed("weight_decay", float("inf"), rank == 0, after=True))
+    tries = {
+        name: lambda name=name, value=value: HotSPaTrainingArguments(**{**common, name: value})
+        for name, value in {"learning_rate": "1e-3", "max_grad_norm": float("nan"), "output_dir": ""}.items()
+    }
+    tries["adam_beta1"] = lambda: changed("adam_beta1", 1.5, rank == 1)
+    tries["weight_decay"] = lambda: changed("weight_decay", float("inf"), rank == 0, after=True)
     # what cannot be made on the main process, which alone makes it, is known to all
-    tries("output_dir cannot be made", lambda: changed("output_dir", "/dev/null/out"))
-    return found
+    tries["output_dir cannot be made"] = lambda: changed("output_dir", "/dev/null/out")
+    for name, attempt in tries.items():
+        with pytest.raises(HotspaError, match=name):
+            attempt()
 
 
 def test_wrong_values_are_refused_on_all_ranks(tmp_path):
-    for found in run_ranks(2, wrong_values, str(tmp_path)):
-        for name, message in found.items():
-            assert message is not None, f"{name} was taken"
-            assert name in message
+    run_ranks(2, wrong_values, str(tmp_path))

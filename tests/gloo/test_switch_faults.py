@@ -157,7 +157,7 @@ def check_operation(text: str, rank: int, world_size: int) -> None:
     assert re.search(rf"rank {rank}, peers? \[?[{peers}]", text), text
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_peer(world_size: int) -> None:
     outcomes = run_ranks(world_size, broken_switch, "killed", expect_failure=True, timeout=280)
     assert outcomes[VICTIM].exitcode == -signal.SIGKILL

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
-from hf_hotspa.plan.switch_plan import SECOND, SRC_STORE
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.errors import HotspaConfigError
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -31,17 +29,16 @@ def steps(rank, world_size, family, buckets, settings):
 
 def in_one_way(model, buckets, mini_batches, options):
     engine = make_engine(model, buckets, **options)
+    assert engine._switching.pool.second_source == options["second_source"]
     optimizer = torch.optim.SGD([p for _, p in engine.named_parameters()], lr=0.1)
     worst = 0.0
     for rows, loss, gradients in mini_batches:
         error, _ = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)
         worst = max(worst, error)
         optimizer.step()
-    reserved = engine._switching.executor.reserved_bytes
-    assert reserved == engine._switching.forecast.switch
-    assert (
-        engine._switching.arenas.num_bytes <= engine._switching.forecast.weights + engine._switching.forecast.gradients
-    )
+    switching = engine._switching
+    assert switching.executor.reserved_bytes == switching.forecast.switch
+    assert switching.arenas.num_bytes <= switching.forecast.weights + switching.forecast.gradients
     engine.close()
     return worst
 
@@ -72,40 +69,6 @@ def test_every_way_to_switch_is_exact(half):
 def test_nodes_of_three_and_one():
     options = {"devices_per_node": 3, "second_source": True}
     assert max(worst for (worst,) in run_ranks(4, steps, "llama_gqa_bias", POOL, [options])) <= 1e-11
-
-
-def plans(rank, world_size):
-    engine = make_engine(
-        tiny_model("llama_gqa_bias"), "tp4:8@16,dp4:16@24,dp2tp2:60", second_source=True, devices_per_node=2
-    )
-    pool = engine._switching.pool
-    pair = pool.load(Strategy(tp=4), Strategy(dp=4))
-    second = any((table[:, SRC_STORE] == SECOND).any() for kind in pair.kinds for table in kind.hops)
-    sizes = [4] * len(pair.kind_of)
-    strategies = [phase.mesh.strategy for phase in engine.phases.values()]
-    shards = [s.shard_order for s in strategies]
-    engine.close()
-    return second, pair.wire_bytes(sizes), shards, [str(s) for s in pool.order(strategies)]
-
-
-def test_the_engine_nests_shards_and_orders_phases():
-    for second, wire_bytes, shards, order in run_ranks(4, plans):
-        assert second
-        assert wire_bytes == 0  # dp4 holds all that tp4 needs
-        assert shards == [(0, 2, 1, 3), (), ()]
-        assert order[0] != "tp4"  # from dp4, everything else is a local copy
-        assert order == ["dp4", "dp2tp2", "tp4"]
-
-
-def too_large(rank, world_size):
-    with pytest.raises(DeviceMemoryError, match=r"MiB.*weights.*the device has 0\.0 MiB") as caught:
-        make_engine(tiny_model("llama_gqa_bias"), "dp2:16@32,tp2:60", memory_limit=1000)
-    return str(caught.value)
-
-
-def test_what_does_not_fit_is_refused_on_all_ranks_before_it_is_allocated():
-    messages = run_ranks(2, too_large)
-    assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize(
