@@ -55,15 +55,8 @@ def errors_of(
     return found
 
 
-def rank_errors(
-    rank: int,
-    world_size: int,
-    family: str,
-    dtype: torch.dtype,
-    bucket_lists: list[str],
-    switches: list[dict[str, Any]],
-) -> list[tuple[str, float, float, str]]:
-    return errors_of(family, dtype, bucket_lists, switches)
+def rank_errors(rank: int, world_size: int, *case: Any) -> list[tuple[str, float, float, str]]:
+    return errors_of(*case)
 
 
 def legal_buckets(world_size: int, family: str) -> list[str]:

@@ -10,7 +10,6 @@ from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import read_manifest
 from hf_hotspa.errors import CheckpointError
 from hf_hotspa.trainer import checkpoints as free_space
-from hf_hotspa.trainer import checkpoints as saving
 from tests.harness import run_ranks
 from tests.training_runs import STEPS, make_trainer, train
 
@@ -58,7 +57,6 @@ def test_the_bytes_are_known_before_the_first_step(options, tmp_path, monkeypatc
         return 0
 
     monkeypatch.setattr(free_space, "check_room", check_room)
-    monkeypatch.setattr(saving, "check_room", check_room)
     train(make_trainer(str(tmp_path), 1, max_steps=2, save_steps=2, **options))
     before, at_the_save = needed
     tensors = sum(f.size for f in read_manifest(tmp_path / "checkpoint-2").files if f.name.endswith(".safetensors"))

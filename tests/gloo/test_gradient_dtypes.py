@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.layout.vector import GradientDtypes
-from hf_hotspa.model.specs import describe_model
-from hf_hotspa.strategy import parse_buckets
 from tests.families import tiny_model
-from tests.gradient_errors import BUCKETS, EVERY, FAMILY, costs_on_rank
+from tests.gradient_errors import EVERY, FAMILY, costs_on_rank
 from tests.harness import run_ranks
 from tests.oracle import random_rows
 from tests.worlds import make_engine, make_mini_batch
@@ -47,17 +44,6 @@ def test_a_layer_at_a_time():
         assert (2 * wire.return_bytes, 2 * both.return_bytes) == (exact.return_bytes,) * 2
         assert (2 * sums.arena_bytes, 2 * both.arena_bytes) == (exact.arena_bytes,) * 2
         assert all(cost.arena_bytes == cost.forecast_bytes for cost in (exact, wire, sums, both))
-
-
-def test_the_cost_model_counts_the_same_bytes():
-    """The formulas of docs/exactness.md: b bytes each for the parameters of the fullest rank, and for what is moved."""
-    vector = describe_model(tiny_model(FAMILY), torch.bfloat16).vector
-    for gradients in EVERY:
-        sizes = ModelSizes(describe_model(tiny_model(FAMILY)).shape, vector=vector, gradients=gradients)
-        each = 2 if gradients.accumulation == "bf16" else 4
-        for bucket in parse_buckets(BUCKETS):
-            for stage in sizes.stages(bucket.strategy):
-                assert stage.gradient_bytes * 2 == stage.weight_bytes * each
 
 
 def contributions(rank, world_size):

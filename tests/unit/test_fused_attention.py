@@ -37,6 +37,14 @@ def slices(whole, cuts):
     return starts, [slice(starts[i] + before, starts[i] + stop) for i, (before, stop) in enumerate(cuts)]
 
 
+def assert_same(found, expected, weights, inputs):
+    """Results, and the gradients of inputs."""
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    got, wanted = (torch.autograd.grad((x * weights).sum(), inputs) for x in (found, expected))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 KINDS = {
     "plain": {},
     "window": {"sliding_window": 5},
@@ -119,17 +127,12 @@ def test_a_slice_with_its_prefix_is_that_part_of_the_whole(kind, heads, monkeypa
         expected = torch.cat([expected[:, place] for place in own], 1)
         weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
         inputs = [query, key, value, *(x for x in given.values() if isinstance(x, torch.Tensor))]
-        wanted = torch.autograd.grad((expected * weights).sum(), inputs)
-
         prefix = _Given(*([x[:, :, s : s + b] for s, (b, _) in zip(starts, cuts, strict=False)] for x in (key, value)))
         prefix.own = [stop - before for before, stop in cuts]
         row = PackedSequences(tuple(prefix.own), torch.zeros(0), prefix)
         q, k, v = (torch.cat([x[:, :, place] for place in own], 2) for x in (query, key, value))
         found, _ = packed_attention(module, q, k, v, None, hotspa_pack=row, **given)
-        got = torch.autograd.grad((found * weights).sum(), inputs)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        for a, b in zip(got, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+        assert_same(found, expected, weights, inputs)
 
 
 def test_gradients_of_a_prefix_are_taken_a_block_at_a_time(monkeypatch):
@@ -174,12 +177,6 @@ def drawn(lengths, heads, dtype=torch.float64, seed=0):
     return inputs, torch.randn(shapes[0], dtype=dtype, generator=generator)
 
 
-def by_definition(inputs, lengths, window):
-    """Attention of one score after the other."""
-    kernel = attention.ExplicitAttention(lengths, attention.Scores(8**-0.5, window))
-    return fused_attention.attend_by(*inputs, kernel)
-
-
 LENGTHS = ((9, 9), (1, 4), (7, 13), (0, 0), (2, 2))
 
 
@@ -192,12 +189,10 @@ def test_windows_and_sinks_are_the_definition(window, with_sinks, monkeypatch):
     inputs, weights = drawn(LENGTHS, (6, 2))
     used = [x for x in inputs if with_sinks or x is not inputs[3]]
     given = used if with_sinks else [*used, None]
-    expected = by_definition(given, LENGTHS, window)
+    definition = attention.ExplicitAttention(LENGTHS, attention.Scores(8**-0.5, window))
+    expected = fused_attention.attend_by(*given, definition)
     out = fused_attention.attend_by(*given, fused_attention.FusedAttention(LENGTHS, None, window))
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    got, wanted = (torch.autograd.grad((x * weights).sum(), used) for x in (out, expected))
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    assert_same(out, expected, weights, used)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -233,10 +228,7 @@ def test_sinks_beside_the_variable_length_kernel(window, monkeypatch):
     call = attention.AttentionCall(0.3, window, None, inputs[3], 0.0)
     out = attention.varlen(*inputs[:3], pack, call).transpose(1, 2)
     expected = fused_attention.attend_by(*inputs, kernel)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    got, wanted = (torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    assert_same(out, expected, weights, inputs)
 
 
 @pytest.mark.parametrize("window", [None, 128])
