@@ -16,10 +16,10 @@ from tests.families import tiny_model
 from tests.gloo import test_dropout as dropout
 from tests.gloo import test_objective as objective
 from tests.gloo import test_own_loss as own_loss
-from tests.gloo import test_router_loss as router_loss
+from tests.gloo.test_switch_options import moved
 from tests.gloo.test_token_chunks import noisy
 from tests.harness import run_ranks
-from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.oracle import exact_in_double, relative_error
 from tests.tiny_families import tiny_model_of
 from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
@@ -50,27 +50,15 @@ def test_packs_of_whole_sequences_and_of_one_token():
         assert max(found.values()) <= 1e-11, found
 
 
-def moved(rank, world_size, bucket_lists, options):
-    model, found = tiny_model("qwen3_qk_norm_tied", torch.float64), []
-    rows = random_rows(24, model.config.vocab_size, longest=60)
-    expected = shared_reference(model, rows)
-    for buckets in bucket_lists:
-        engine = make_engine(model, buckets, **options)
-        error, report = worst_error(engine, make_mini_batch(engine, rows), *expected)
-        engine.close()
-        found.append((error, report.moved_bytes, [phase.context for phase in report.phases]))
-    return found
-
-
 @pytest.mark.parametrize("second_source", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_switch_between_dp_and_cp_moves_no_byte(second_source):
     buckets = "dp4:60", "dp4:10@24,cp4:40,dp2cp2+rc:60"
     results = run_ranks(4, moved, buckets, {"second_source": second_source})
-    alone = results[0][0][1]
-    for _, (error, both, ways) in results:
+    for alone, (error, hot) in results:
         assert error <= 1e-11
-        assert sorted(ways) == ["", "allgather", "ulysses"]
-        assert both == alone > 0
+        for [(*_, load, back, _)], phases in zip(alone[1], hot, strict=True):
+            assert sorted(way for *_, way in phases) == ["", "allgather", "ulysses"]
+            assert sum(load + back for _, load, back, _ in phases) == load + back > 0
 
 
 def sent(rank, world_size, names):
@@ -143,14 +131,6 @@ def test_objectives_do_not_see_the_cuts():
     for ways in run_ranks(2, objectives_in_every_way):
         for way, found in ways.items():
             assert max(found.values()) <= 1e-11, (way, found)
-
-
-@pytest.mark.slow
-def test_the_loss_of_routers_is_of_whole_sequences():
-    buckets = ["cp4:24@32", "cp2pp2:24@32", "dp4:4@8,dp2cp2+rc:24@30"]
-    for way in ("ulysses", "allgather"):
-        for errors in run_ranks(4, router_loss._errors, buckets, {"context_parallel": way}):
-            assert max(errors) <= 1e-11, dict(zip(buckets, errors, strict=True))
 
 
 DROPPED = {

@@ -89,20 +89,18 @@ KINDS = ("exception", "killed", "leaves", "hangs", "memory")
 RUN = {"max_steps": 4, "hotspa_max_failed_saves": 0, "logging_steps": 2}
 
 
-def target_of(phase):
-    """`(class, method)` that runs in a phase."""
-    return {
-        "data": (RowCollator, "__call__"),
-        "agreement": (Agreement, "check"),
-        "load": (PhaseRunner, "load"),
-        "compute": (PhaseRunner, "compute"),
-        "return": (PhaseRunner, "return_gradients"),
-        "optimizer": (torch.optim.AdamW, "step"),
-        "evaluate": (PhaseRunner, "compute_forward"),
-        "save": (Disk, "write"),
-        "end": (HotSPaTrainer, "_finalize_training"),
-        "plan": (HotSPaEngine, "forward_backward"),
-    }[phase]
+TARGETS = {  # the class and method that run in a phase
+    "data": (RowCollator, "__call__"),
+    "agreement": (Agreement, "check"),
+    "load": (PhaseRunner, "load"),
+    "compute": (PhaseRunner, "compute"),
+    "return": (PhaseRunner, "return_gradients"),
+    "optimizer": (torch.optim.AdamW, "step"),
+    "evaluate": (PhaseRunner, "compute_forward"),
+    "save": (Disk, "write"),
+    "end": (HotSPaTrainer, "_finalize_training"),
+    "plan": (HotSPaEngine, "forward_backward"),
+}
 
 
 def inject(kind, folder, original, owner, *args, **kwargs):
@@ -129,7 +127,7 @@ def inject(kind, folder, original, owner, *args, **kwargs):
 def arm(trainer, kind, phase, folder):
     """Puts the fault into the class of this process, which ends with the test; it happens once."""
     pending = [True]
-    cls, name = target_of("plan" if kind == "another plan" else phase)
+    cls, name = TARGETS["plan" if kind == "another plan" else phase]
     original = getattr(cls, name)
 
     def due(owner, args):
@@ -162,10 +160,6 @@ def timeout_of(kind, wakes):
     return HANG_TIMEOUT_S if kind == "hangs" else TIMEOUT_S
 
 
-def on_gpu():
-    return torch.cuda.is_available()
-
-
 def faulty_run(rank, world, folder, kind, phase, victim):
     import torch.distributed as dist
 
@@ -178,7 +172,12 @@ def faulty_run(rank, world, folder, kind, phase, victim):
         timeout=timedelta(seconds=timeout),
     )
     trainer = make_trainer(
-        f"{folder}/out", world, ddp_timeout=timeout, hotspa_switch_timeout=float(timeout), use_cpu=not on_gpu(), **RUN
+        f"{folder}/out",
+        world,
+        ddp_timeout=timeout,
+        hotspa_switch_timeout=float(timeout),
+        use_cpu=not torch.cuda.is_available(),
+        **RUN,
     )
     evaluate_every(trainer, 1)
     if rank == victim:

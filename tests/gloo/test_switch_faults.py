@@ -55,8 +55,6 @@ class TransportWithFault(ProcessGroupTransport):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._kind == "asleep":
                 time.sleep(TIMEOUT_S + 4.0)
-            if self._kind == "unpacking":
-                return HandleWithFault(super().start())
             if self._kind in SIZES:
                 self._submitted = [op._replace(tensor=SIZES[self._kind](op.tensor)) for op in self._submitted]
         return super().start()
@@ -69,17 +67,6 @@ SIZES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 """What one rank sends and expects in place of what was planned; gloo alone would take two of them without a word, and
 end the process without one at the third."""
-
-
-class HandleWithFault:
-    """What arrives cannot be unpacked."""
-
-    def __init__(self, inner: TransferHandle) -> None:
-        self._inner = inner
-
-    def wait(self) -> None:
-        self._inner.wait()
-        raise RuntimeError(WHAT)
 
 
 class Recorder:
@@ -168,19 +155,14 @@ def test_a_killed_peer(world_size: int) -> None:
     assert any(f"rank {VICTIM} (tag" in text for text in texts.values()), texts
 
 
-@pytest.mark.parametrize(
-    ("world_size", "where"),
-    [*(pytest.param(ranks, "unpacking", marks=pytest.mark.slow) for ranks in (2, 4)), (3, "computation")],
-)
-def test_an_exception_on_one_rank(world_size: int, where: str) -> None:
-    outcomes = run_ranks(world_size, broken_switch, where, expect_failure=True, timeout=280)
-    for outcome in outcomes:
-        text = check_survivor(outcome, world_size)
+def test_an_exception_on_one_rank() -> None:
+    for outcome in run_ranks(3, broken_switch, "computation", expect_failure=True, timeout=280):
+        text = check_survivor(outcome, 3)
         if outcome.rank == VICTIM:
             assert WHAT in text
             assert "in exchange with ranks" in text
         else:
-            check_operation(text, outcome.rank, world_size)
+            check_operation(text, outcome.rank, 3)
 
 
 @pytest.mark.slow

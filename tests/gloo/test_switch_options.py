@@ -80,7 +80,7 @@ def test_options_that_cannot_be_meant_are_refused(options):
 
 
 def moved(rank, world_size, pools, options):
-    """By pool the worst error of two mini-batches, and for each phase of them the bytes that were loaded and given back."""
+    """By pool the worst error of two mini-batches; of each phase the bytes that were loaded and given back, and its way of cp."""
     model, found = tiny_model("qwen3_qk_norm_tied", torch.float64), []
     mini_batches = [random_rows(24, model.config.vocab_size, longest=60, seed=seed) for seed in range(2)]
     expected = [shared_reference(model, rows) for rows in mini_batches]
@@ -89,7 +89,7 @@ def moved(rank, world_size, pools, options):
         for rows, of_plain in zip(mini_batches, expected, strict=True):
             error, report = worst_error(engine, make_mini_batch(engine, rows), *of_plain)
             worst = max(worst, error)
-            phases.append([(p.strategy, p.load_bytes, p.return_bytes) for p in report.phases])
+            phases.append([(p.strategy, p.load_bytes, p.return_bytes, p.context) for p in report.phases])
         engine.close()
         found.append((worst, phases))
     return found
@@ -107,11 +107,11 @@ def moved(rank, world_size, pools, options):
 def test_phases_of_equal_layout_share_one_load_and_one_return(second_source, overlap):
     hot, options = "dp4:8@16,tp4:16@24,dp4+rc:60", {"second_source": second_source, **overlap}
     by_rank = run_ranks(4, moved, ("dp4:60", hot), options)
-    (of_dp,) = {load + back for (_, phases), _ in by_rank for ((_, load, back),) in phases}
+    (of_dp,) = {load + back for (_, phases), _ in by_rank for ((_, load, back, _),) in phases}
     for _, (worst, mini_batches) in by_rank:
         assert worst <= 1e-11
         for phases in mini_batches:
-            own = [(load, back) for name, load, back in phases if name.startswith("dp4")]
+            own = [(load, back) for name, load, back, _ in phases if name.startswith("dp4")]
             assert [name for name, *_ in phases] in (
                 ["dp4", "dp4+rc", "tp4"],
                 ["tp4", "dp4", "dp4+rc"],

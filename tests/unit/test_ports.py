@@ -12,14 +12,10 @@ from planner_bounds import (  # type: ignore[import-not-found]
 )
 from port_bounds import (  # type: ignore[import-not-found]
     PieceClass,
-    classes_of,
     lower_bound,
 )
-from written_plans import layout_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.errors import PlanError
-from hf_hotspa.layout.placement import Interval, Layout
 from hf_hotspa.plan.switch_plan import PortLoads, overlapped_seconds
 from hf_hotspa.strategy import Strategy
 
@@ -34,24 +30,6 @@ def test_transfers_load_the_ports_they_pass():
     assert loads.received_intra.tolist() == [0, 10, 0, 30]
     assert loads.sent_inter.tolist() == [20, 0, 0, 0]
     assert loads.received_inter.tolist() == [0, 0, 20, 0]
-
-
-UNIT = 1 << 20
-
-
-def held_by(name: str, *holders: int) -> Layout:
-    held = [[Interval(0, UNIT, 0, 0)] if rank in holders else [] for rank in range(4)]
-    return layout_of(name, held, [(UNIT if rank in holders else 0,) for rank in range(4)])
-
-
-def test_classes_of_layouts() -> None:
-    one, three = held_by("one", 0), held_by("three", 0, 2, 3)
-    assert classes_of(one, three, [2]) == [PieceClass(2.0 * UNIT, (0,), (0, 2, 3))]
-    assert classes_of([one, held_by("two", 1)], three, [2]) == [PieceClass(2.0 * UNIT, (0, 1), (0, 2, 3))]
-    with pytest.raises(PlanError, match="no rank"):
-        classes_of(layout_of("none", [[]] * 4, [(0,)] * 4), three, [2])
-    with pytest.raises(PlanError, match="3 owners"):
-        classes_of(three, one, [2], sums=True)
 
 
 # ------------------------------------------------------------------------------------------------ worked examples
