@@ -189,11 +189,6 @@ class SwitchStats:
     local_seconds: float = 0.0  # copies inside the rank of a load; they overlap with messages on the wire
     unpack_seconds: float = 0.0  # unpacking, converting and adding
 
-    @property
-    def seconds(self) -> float:
-        """The total."""
-        return self.pack_seconds + self.wire_seconds + self.local_seconds + self.unpack_seconds
-
 
 _Flight = tuple[int, TransferHandle | None]  # a round in flight: its index, and the handle to wait for
 

@@ -8,7 +8,7 @@ without a difference stay even. Integer arithmetic, so all ranks compute the sam
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hf_hotspa.layout.stages import USUAL_STEP_TIME
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, UnitCosts
@@ -109,10 +109,7 @@ def cut_columns(columns: int, beside: int, step_times: tuple[int, ...]) -> tuple
             (step_time * (beside + widths[r] + step), step_time, r) for r, step_time in enumerate(step_times)
         )
         widths[best] += step
-    ends = [0]
-    for share in widths:
-        ends.append(ends[-1] + share)
-    return tuple(ends)
+    return (0, *accumulate(widths))
 
 
 def _shares(vector: ParameterVector, strategy: Strategy, costs: UnitCosts, rank: int) -> tuple[int, ...]:
