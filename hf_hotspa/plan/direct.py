@@ -80,30 +80,28 @@ class Pieces:
     needed: Holders
 
 
-def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement, int], world_size: int) -> Pieces:
-    """Cuts a segment: one or two source placements and a target, each with a shift of its positions."""
-    sides = [*sources, target]
-    bounds = [column + shift for placement, shift in sides for column in (placement.starts, placement.stops)]
-    cuts = np.unique(np.concatenate(bounds)) if bounds else np.empty(0, np.int64)
+def cut_pieces(sources: Sequence[Placement], target: Placement) -> Pieces:
+    """Cuts a segment: one or two source placements and a target."""
+    cuts = np.unique(np.concatenate([column for side in (*sources, target) for column in (side.starts, side.stops)]))
     stores = (SOURCE, SECOND)
-    held_rows = np.concatenate([_rows(*side, cuts, store) for side, store in zip(sources, stores, strict=False)])
-    needed = _rows(*target, cuts, 0)
+    held_rows = np.concatenate([_rows(side, cuts, store) for side, store in zip(sources, stores, strict=False)])
+    needed = _rows(target, cuts, 0)
     wanted = np.zeros(max(len(cuts) - 1, 0), bool)
     wanted[needed[:, 0]] = True
     number = np.cumsum(wanted) - 1
     held_rows = held_rows[wanted[held_rows[:, 0]]]
     count = int(wanted.sum())
-    holders = (_holders(rows, number, count, world_size) for rows in (held_rows, needed))
+    holders = (_holders(rows, number, count, len(target.sizes)) for rows in (held_rows, needed))
     return Pieces(cuts[:-1][wanted], np.diff(cuts)[wanted], *holders)
 
 
-def _rows(placement: Placement, shift: int, cuts: Numbers, store: int) -> Numbers:
+def _rows(placement: Placement, cuts: Numbers, store: int) -> Numbers:
     """`(piece, rank, offset, store)` of all pieces of all intervals."""
-    first = np.searchsorted(cuts, placement.starts + shift)
-    count = np.searchsorted(cuts, placement.stops + shift) - first
+    first = np.searchsorted(cuts, placement.starts)
+    count = np.searchsorted(cuts, placement.stops) - first
     interval = np.repeat(np.arange(len(first)), count)
     piece = first[interval] + np.arange(len(interval)) - np.repeat(np.cumsum(count) - count, count)
-    offset = placement.offsets[interval] + cuts[piece] - shift - placement.starts[interval]
+    offset = placement.offsets[interval] + cuts[piece] - placement.starts[interval]
     return np.column_stack((piece, placement.ranks[interval], offset, np.full(len(piece), store, np.int64)))
 
 

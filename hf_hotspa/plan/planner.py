@@ -18,7 +18,7 @@ import numpy as np
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanError, check_choice
-from hf_hotspa.layout.placement import Layout, Placement, place
+from hf_hotspa.layout.placement import Layout, Placement
 from hf_hotspa.plan.direct import Pieces, cut_pieces, plan_direct
 from hf_hotspa.plan.relay import plan_relay, relay_pays
 from hf_hotspa.plan.switch_plan import ANY, INTER, INTRA, SwitchPlan, prove
@@ -53,8 +53,7 @@ def plan_return(
     an element with contributions has no owner, or more than one. Raises `HotspaConfigError`: there is no such
     planner."""
     cluster = cluster or Cluster(contributions.world_size, contributions.world_size)
-    num_segments = max(len(contributions.placements), len(master.placements))
-    load = _plan([master], contributions, cluster, element_sizes or [1] * num_segments, planner, True)
+    load = _plan([master], contributions, cluster, element_sizes or [1] * len(master.placements), planner, True)
     plan = replace(load.inverse(), name=f"return {contributions.name} -> {master.name}")
     prove(plan, contributions, master)
     return plan
@@ -69,20 +68,15 @@ def _plan(
             worlds = f"{[source.world_size for source in sources]}, {target.world_size}, {cluster.world_size}"
             raise PlanError(f"source, target and cluster are of different worlds: {worlds}")
     kinds, kind_of = segment_kinds(sources, target, sums)
-    sizes = [*element_sizes, *[1] * (len(kind_of) - len(element_sizes))]
-    bases = [0] * len(kind_of)
-    for layout in sources:
-        bases[: len(layout.bases)] = layout.bases
-    bases[: len(target.bases)] = target.bases
-    relays = planner == "relay" and cluster.num_nodes > 1 and relay_pays(cluster)
-    if relays:
-        plans, plan_of = plan_relay(kinds, kind_of, sizes, cluster, sums), list(kind_of)
+    if planner == "relay" and relay_pays(cluster):
+        plans, plan_of = plan_relay(kinds, kind_of, element_sizes, cluster, sums), kind_of
         links = (INTRA, INTER, INTRA)[-max((len(plan.hops) for plan in plans), default=2) :]
     else:
-        plans, plan_of = plan_direct(kinds, kind_of, sizes, cluster, "algorithm1" if planner == "relay" else planner)
+        planner = "algorithm1" if planner == "relay" else planner
+        plans, plan_of = plan_direct(kinds, kind_of, element_sizes, cluster, planner)
         links = (ANY,)
     name = f"load {' + '.join(source.name for source in sources)} -> {target.name}"
-    return SwitchPlan(name, cluster.world_size, tuple(bases), tuple(plans), tuple(plan_of), links, False)
+    return SwitchPlan(name, cluster.world_size, target.bases, tuple(plans), tuple(plan_of), links, False)
 
 
 def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False) -> tuple[list[Pieces], list[int]]:
@@ -90,36 +84,24 @@ def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False)
     `sums`: the target's holders contribute to what exactly one source rank owns. Raises `PlanError`: a piece that is
     needed is held nowhere; or, with `sums`, does not have exactly one owner."""
     kinds: list[Pieces] = []
-    known: dict[tuple[object, ...], int] = {}
+    known: dict[tuple[Placement, ...], int] = {}
     kind_of = []
-    world_size = target.world_size
-    for segment in range(max(len(layout.placements) for layout in (*sources, target))):
-        needed = _placement(target, segment)
-        if needed is None or not len(needed[0].ranks):
+    layouts = [*sources, target]
+    for segment, placements in enumerate(zip(*(layout.placements for layout in layouts), strict=True)):
+        *held, needed = placements
+        if not len(needed.ranks):
             kind_of.append(-1)
             continue
-        base = needed[1]
-        placements = [_placement(source, segment) or (place([], [0] * world_size), base) for source in sources]
-        sides = [(placement, where - base) for placement, where in placements]
-        key = (needed[0].key, *((placement.key, shift) for placement, shift in sides))
-        if key not in known:
-            for layout, placement, where in (
-                *((s, *f) for s, f in zip(sources, placements, strict=True)),
-                (target, *needed),
-            ):
-                placement.check(layout.name, segment, where)
-            pieces = cut_pieces(sides, (needed[0], 0), world_size)
+        if placements not in known:
+            base = target.bases[segment]
+            for layout, placement in zip(layouts, placements, strict=True):
+                placement.check(layout.name, segment, base)
+            pieces = cut_pieces(held, needed)
             _check_owners(pieces, base, sources, target, sums)
-            known[key] = len(kinds)
+            known[placements] = len(kinds)
             kinds.append(pieces)
-        kind_of.append(known[key])
+        kind_of.append(known[placements])
     return kinds, kind_of
-
-
-def _placement(layout: Layout, segment: int) -> tuple[Placement, int] | None:
-    if segment >= len(layout.placements):
-        return None
-    return layout.placements[segment], layout.bases[segment]
 
 
 def _check_owners(pieces: Pieces, base: int, sources: Sequence[Layout], target: Layout, sums: bool) -> None:

@@ -227,7 +227,11 @@ def test_a_load_and_a_return_prove_different_things() -> None:
         (layout("a", [(0, 4, 0, 0), (3, 8, 0, 4)]), layout("b", [(0, 8, 0, 0)]), "holds element 3 twice"),
         (layout("a", [(0, 4, 0, 0), (4, 8, 0, 3)]), layout("b", [(0, 8, 0, 0)]), "overlap in the buffer"),
         (layout("a", [(0, 4, 0, 5)]), layout("b", [(0, 4, 0, 0)]), "leaves its buffer of 8"),
-        (layout("a", [(0, 4, 0, 0)]), layout("b", [(0, 4, 1, 0)], sizes=(0, 4)), r"holds elements \[0, 4\)"),
+        (
+            layout("a", [(0, 4, 0, 0)], sizes=(8, 0)),
+            layout("b", [(0, 4, 1, 0)], sizes=(0, 4)),
+            r"holds elements \[0, 4\)",
+        ),
     ],
 )
 def test_layouts_that_cannot_be_right_are_refused(source: Layout, target: Layout, message: str) -> None:
