@@ -106,21 +106,6 @@ class _Block:
         return hidden_pairs(places, slice(self.low, self.high), scores.sliding_window, scores.both_ways, device)
 
 
-def _blocks(lengths: SequenceLengths, heads: int, scores: Scores, device: torch.device) -> Iterator[_Block]:
-    most = BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS["cuda"])
-    query_start = key_start = 0
-    for index, (length, key_length) in enumerate(lengths):
-        rows = max(1, most // (max(heads, 1) * key_length)) if length else 1
-        before = key_length - length
-        for first in range(0, length, rows):
-            last = min(first + rows, length)
-            places = slice(before + first, before + last)
-            seen = seen_keys(places, key_length, scores.sliding_window, scores.both_ways)
-            yield _Block(index, query_start, key_start, before, first, last, seen.start, seen.stop)
-        query_start += length
-        key_start += key_length
-
-
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """[K * groups, n, D] as [K, groups * n, D]: the query heads of each key/value head, one after the other."""
     return x.reshape(x.shape[0] // groups, groups * x.shape[1], x.shape[2])
@@ -172,8 +157,20 @@ class ExplicitAttention(AttentionKernel):
     scores: Scores
 
     def _blocks(self, query: Tensor) -> Iterator[_Block]:
-        heads = query.shape[1]
-        return _blocks(self.lengths, heads, self.scores, query.device) if heads else iter(())
+        if not (heads := query.shape[1]):
+            return
+        most = BLOCK_ELEMENTS.get(query.device.type, BLOCK_ELEMENTS["cuda"])
+        query_start = key_start = 0
+        for index, (length, key_length) in enumerate(self.lengths):
+            rows = max(1, most // (heads * key_length)) if length else 1
+            before = key_length - length
+            for first in range(0, length, rows):
+                last = min(first + rows, length)
+                places = slice(before + first, before + last)
+                seen = seen_keys(places, key_length, self.scores.sliding_window, self.scores.both_ways)
+                yield _Block(index, query_start, key_start, before, first, last, seen.start, seen.stop)
+            query_start += length
+            key_start += key_length
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, None]:
         (_, heads, length, _), groups, scores = query.shape, query.shape[1] // max(key.shape[1], 1), self.scores
