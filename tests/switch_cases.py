@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from written_plans import transfers_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
@@ -231,21 +230,6 @@ def check_rank(case: Case, rank: int, found: Buffers) -> None:
         assert (expected is None) == (buffer is None)
         if expected is not None and buffer is not None:
             assert torch.equal(bits(expected), bits(buffer)), f"{case.plan.name}: rank {rank}, segment {segment}"
-
-
-def check_exactly_once(case: Case) -> None:
-    """Counts deliveries element by element, without the plan's own proof."""
-    plan = case.plan
-    needed, end, store = (case.source, "src", SOURCE) if plan.accumulate else (case.target, "dst", TARGET)
-    for rank, holdings in enumerate(needed.holdings):
-        counts = torch.zeros(case.vector.numel, dtype=torch.int32)
-        expected = torch.zeros_like(counts)
-        for transfer in transfers_of(plan):
-            if getattr(transfer, end) == rank and getattr(transfer, f"{end}_store") == store:
-                counts[transfer.start : transfer.stop] += 1
-        for interval in holdings:
-            expected[interval.start : interval.stop] = 1
-        assert torch.equal(counts, expected), f"{plan.name}: rank {rank}"
 
 
 def clone(world: list[Buffers]) -> list[Buffers]:

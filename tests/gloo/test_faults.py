@@ -1,38 +1,9 @@
-"""Faults: what happens to all ranks, soon, when something happens to one; and where each kind of fault is tested.
+"""Faults: what happens to all ranks, soon, when something happens to one.
 
 The matrix below injects a fault of some kind into a phase of the third mini-batch (or of the save and the evaluation
 after the second one) of a run that saves after every step, on the first or the last rank. Then every rank that is still
 alive ends with an error of our family that has a code, a place and a fix (the rank itself may raise what was thrown
 into it), soon; and every checkpoint on disk verifies and holds the bits of the run that nothing happened to.
-
-Other faults and bad inputs, and the tests that hold them:
-
-| | fault | test |
-|---|---|---|
-| P | a rank is killed in a phase, a save, an evaluation, anywhere | here, test_kills.py (at every write of a save) |
-| P | ... during a switch | test_switch_faults.py::test_a_killed_peer |
-| P | a rank hangs, in a switch and elsewhere; it is named | test_switch_faults.py, test_overlap.py, here |
-| P | a dead rank outside the exchanging pair | test_switch_faults.py (worlds of 3 and 4) |
-| P | an exception on one rank: data, callbacks, phases, optimizer | here, test_errors_on_all_ranks.py, unit/test_callbacks.py |
-| P | a rank leaves early | here |
-| P | a rank is killed, or has no file descriptors left, before the first step | here |
-| P | the process that holds the store is gone | unit/test_monitored_barrier.py |
-| P | exit without tear-down; the wrong launch line | test_launch.py, test_trainer_world.py |
-| S | plans or configurations differ | test_switch_faults.py, test_errors_on_all_ranks.py, test_switch_gloo.py |
-| S | an operation dropped, doubled, swapped, shifted | unit/test_planner.py::test_no_mutant_of_a_plan_is_valid |
-| S | a message of another size or dtype | test_switch_faults.py |
-| S | leftover messages, refusal after a failure | test_switch_gloo.py, unit/test_executor_loopback.py |
-| S | there and back again, ties, frozen weights, uneven cuts | test_switch_gloo.py, test_engine.py, unit/test_layout.py, test_exact.py |
-| S | a strategy that does not exist, a pool that does not fit | test_errors_on_all_ranks.py, test_switch_options.py |
-| N | NaN and Inf, mini-batches without labels, token weighting | test_non_finite.py, here, test_exact.py |
-| N | clipping, schedules, bf16 masters, noise | test_engine.py, test_trainer.py, test_objective.py |
-| D | short last mini-batch, tiny sets, empty buckets, over-long rows, ids | test_errors_on_all_ranks.py, unit/test_collator.py |
-| D | no memory for a pack, in training and in an evaluation; none in a switch beside it | here, test_overlap.py |
-| D | ranks have other numbers of rows, or cannot read theirs | test_same_on_all_ranks.py, test_streaming.py, here |
-| C | killed, no power, damaged, rotated, resumed elsewhere | test_checkpoint.py, test_resume.py, unit/test_checkpoint_*.py |
-| C | full disk, read-only, no permission, two jobs in one directory | test_checkpoint.py, test_read_only.py |
-| C | the hub does not answer | test_hub.py, test_trainer_arguments.py |
-| C | SIGTERM | test_preemption.py |
 """
 
 import functools

@@ -5,7 +5,6 @@ from itertools import combinations, product
 
 import pytest
 
-from hf_hotspa.errors import StrategyError
 from hf_hotspa.layout.stages import StageCosts, digit_reversal, nested_orders
 from hf_hotspa.strategy import Strategy
 
@@ -69,8 +68,3 @@ def test_best_among_all_combinations_of_candidates(names):
     candidates = [[(), *map(digit_reversal, radices[tp])] for tp in degrees]
     best = max(kept([s.ordered(choice[degrees.index(s.tp)]) for s in pool]) for choice in product(*candidates))
     assert kept(pool) == best
-
-
-def test_more_stages_than_layers():
-    with pytest.raises(StrategyError):
-        nested_orders([Strategy(pp=4)], [1, 1], StageCosts((1, 1)))

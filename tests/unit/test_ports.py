@@ -35,26 +35,22 @@ def test_transfers_load_the_ports_they_pass():
 # ------------------------------------------------------------------------------------------------ worked examples
 
 
-def test_worked_example_of_relaying():
-    """1 GB on one device, needed by both devices of another node."""
-    classes = [PieceClass(1e9, (0,), (2, 3))]
-    assert direct_bound_lp(classes, PER_DEVICE) == pytest.approx(0.080)
-    assert relay_bound_lp(classes, PER_DEVICE) == pytest.approx(0.020)
-    assert direct_bound_lp(classes, PER_NODE) == pytest.approx(0.080)
-    assert relay_bound_lp(classes, PER_NODE) == pytest.approx(0.040)
-    for cluster, seconds in ((PER_DEVICE, 0.020), (PER_NODE, 0.040)):
-        bound = lower_bound(classes, cluster)
-        assert bound.seconds == pytest.approx(seconds)
-        assert bound.limit in ("miss of node 1", "send of node 0")
-        assert overlapped_seconds(planned_hops(classes, cluster), cluster) == pytest.approx(seconds)
-
-
-def test_worked_example_of_striping():
-    """1 GB on two devices, needed by one device of another node."""
-    classes = [PieceClass(1e9, (0, 1), (2,))]
-    assert direct_bound_lp(classes, PER_DEVICE) == pytest.approx(0.040)
-    assert relay_bound_lp(classes, PER_DEVICE) == pytest.approx(0.020)
-    assert overlapped_seconds(planned_hops(classes, PER_DEVICE), PER_DEVICE) == pytest.approx(0.020)
+@pytest.mark.parametrize(
+    ("holders", "needers", "cluster", "direct", "seconds"),
+    [
+        ((0,), (2, 3), PER_DEVICE, 0.080, 0.020),  # relaying: both devices of another node need it
+        ((0,), (2, 3), PER_NODE, 0.080, 0.040),
+        ((0, 1), (2,), PER_DEVICE, 0.040, 0.020),  # striping: two devices have it
+    ],
+)
+def test_worked_examples_of_1_gb(holders, needers, cluster, direct, seconds):
+    classes = [PieceClass(1e9, holders, needers)]
+    assert direct_bound_lp(classes, cluster) == pytest.approx(direct)
+    assert relay_bound_lp(classes, cluster) == pytest.approx(seconds)
+    assert overlapped_seconds(planned_hops(classes, cluster), cluster) == pytest.approx(seconds)
+    bound = lower_bound(classes, cluster)
+    assert bound.seconds == pytest.approx(seconds)
+    assert bound.limit in ("miss of node 1", "send of node 0")
 
 
 def test_worked_example_of_a_real_pair():

@@ -156,13 +156,3 @@ def test_the_loaders_of_a_trainer_have_such_workers(tmp_path):
     wrong = make_trainer(str(tmp_path), 1, dataloader_num_workers=1, **{name: "thread"})
     with pytest.raises(HotspaConfigError, match="'thread'"):
         wrong.get_train_dataloader()
-
-
-def test_the_context():
-    assert worker_context(0, "fork") is None
-    assert worker_context(1, None).get_start_method() == get_context().get_start_method()
-    own = get_context("spawn")
-    assert worker_context(1, own).get_start_method() == "spawn"
-    assert own.Process is get_context("spawn").Process  # theirs is left alone
-    with pytest.raises(HotspaConfigError, match="'thread'"):
-        worker_context(1, "thread")
