@@ -88,7 +88,7 @@ def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False)
     kind_of = []
     layouts = [*sources, target]
     for segment, placements in enumerate(zip(*(layout.placements for layout in layouts), strict=True)):
-        *held, needed = placements
+        *holding, needed = placements
         if not len(needed.ranks):
             kind_of.append(-1)
             continue
@@ -96,7 +96,7 @@ def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False)
             base = target.bases[segment]
             for layout, placement in zip(layouts, placements, strict=True):
                 placement.check(layout.name, segment, base)
-            pieces = cut_pieces(held, needed)
+            pieces = cut_pieces(holding, needed)
             _check_owners(pieces, base, sources, target, sums)
             known[placements] = len(kinds)
             kinds.append(pieces)

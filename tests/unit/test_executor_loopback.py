@@ -94,8 +94,8 @@ def test_contributions_are_added_in_rank_order_with_the_local_one_in_its_place()
     sources: list[list[torch.Tensor | None]] = [[torch.tensor([value])] for value in values]
     hub, plan = LoopbackHub(4), plan_return(parts, owner)
     executors = [SwitchExecutor(hub.transport(rank), rank) for rank in range(4)]
-    buffers = zip(executors, sources, targets, strict=True)
-    in_turn([one.steps(plan, *own, [torch.float32], 0) for one, *own in buffers], random.Random(0))
+    runs = [one.steps(plan, sources[rank], targets[rank], [torch.float32], 0) for rank, one in enumerate(executors)]
+    in_turn(runs, random.Random(0))
     assert targets[2][0] is not None
     assert targets[2][0].item() == 3.0
 
