@@ -4,6 +4,7 @@ import errno
 import resource
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -46,22 +47,18 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
 def call(texts: dict[int, str], world_size: int, late_s: float = 0.0) -> dict[int, HotspaError]:
     """What the ranks make of what they have seen; the last one is late."""
-    store, found = dist.HashStore(), {}
+    store = dist.HashStore()
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int) -> HotspaError:
         if rank == max(texts):
             time.sleep(late_s)
         error = MonitoredBarrier(store, rank, world_size, OUTCOME).named(PeerError(texts[rank], where=f"rank {rank}"))
         if isinstance(error, SilentPeerError):
             store.set(OUTCOME, str(error))
-        found[rank] = error
+        return error
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(texts)) as ranks:
+        return dict(zip(texts, ranks.map(rank_main, texts), strict=True))
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.3])
