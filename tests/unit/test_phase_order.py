@@ -36,6 +36,14 @@ def test_ties_go_to_the_smallest_order(seed):
     assert order_phases(first, switch) == expected
 
 
+def test_rounding_noise_does_not_change_the_order():
+    first, switch = random_costs(3, 6, values=(0.1, 0.3))
+    noise = random.Random(1)
+    for _ in range(20):
+        noisy = [[c * (1 + 1e-13 * noise.uniform(-1, 1)) for c in row] for row in switch]
+        assert order_phases(first, noisy) == order_phases(first, switch)
+
+
 def test_a_hidden_chain_is_found_among_many_phases():
     count = 10
     chain = random.Random(5).sample(range(count), count)
