@@ -131,6 +131,19 @@ def test_transfers_that_continue_each_other_are_merged() -> None:
     assert canonical(np.empty((0, COLUMNS), np.int64)).shape == (0, COLUMNS)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("dp4", "tp4"), ("dp4", "pp2dp2"), ("dp4", "dp2tp2"), ("dp8", "tp2pp2dp2"), ("tp4", "tp4"), ("dp2tp2", "dp2tp2")],
+)
+def test_what_is_held_already_moves_no_byte(first: str, second: str) -> None:
+    vector = cut_vector()
+    source, target = (strategy_layout(vector, Strategy.parse(name)) for name in (first, second))
+    cluster, sizes = Cluster(source.world_size, 8), [2] * len(vector.segments)
+    traffic = traffic_of(plan_load(source, target, cluster, sizes), cluster, sizes)
+    assert traffic.wire_bytes == 0
+    assert traffic.local_bytes > 0
+
+
 # -------------------------------------------------------------------------------------------- validate, digest, inverse
 
 
