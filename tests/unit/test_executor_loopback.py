@@ -154,6 +154,15 @@ def test_no_two_messages_of_some_rounds_and_epochs_have_one_address() -> None:
             assert all(0 <= tag < 1 << 31 for _, _, tag in transport.addresses)
 
 
+def test_plans_of_one_name_are_told_apart() -> None:
+    executor = SwitchExecutor(LoopbackHub(1).transport(0), 0)
+    for low in (0, 4):
+        source = layout("a", [(0, 8, 0, 0)])
+        plan = plan_load(source, layout("b", [(low, low + 4, 0, 0)]), Cluster(1, 1), [4])
+        executor.run(plan, [torch.arange(8.0)], [into := torch.zeros(4)], [torch.float32], 0)
+        assert into.tolist() == [low, low + 1, low + 2, low + 3]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_memory_model_counts_enough_for_the_buffers_of_a_pool(dtype: torch.dtype) -> None:
     description = describe_model(tiny_model("llama_gqa_bias"), dtype)
