@@ -8,7 +8,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -542,9 +542,22 @@ def wrong_ones(found_of_ranks: Sequence[Any], cases: Mapping[str, Case]) -> list
     return wrong
 
 
-def compare(both: Callable[..., Any], world_size: int, cases: Mapping[str, Case], folder: Path) -> None:
-    """Runs cases on both sides and fails with `wrong_ones`. `both`: runs them on a rank, from their names and the folder."""
-    wrong = wrong_ones(run_ranks(world_size, both, list(cases), str(folder), timeout=1500), cases)
+def chosen(module: str, table: str, some: Iterable[Any]) -> dict[str, Case]:
+    """Some cases of a test module: of a table by their names, or of a function that draws them by numbers."""
+    of: Any = getattr(import_module(module), table)
+    return {str(each): of(each) if callable(of) else of[each] for each in some}
+
+
+def both_chosen(
+    rank: int, world_size: int, module: str, table: str, some: Iterable[Any], folder: str
+) -> dict[str, tuple[str, str, dict[str, float]]]:
+    return both_sides(chosen(module, table, some), world_size, folder)
+
+
+def compare(module: str, folder: Path, some: Iterable[Any], table: str = "CASES", world_size: int = 2) -> None:
+    """Runs some cases (`chosen`) on both sides and fails with `wrong_ones`."""
+    found = run_ranks(world_size, both_chosen, module, table, some, str(folder), timeout=1500)
+    wrong = wrong_ones(found, chosen(module, table, some))
     assert not wrong, "\n".join(wrong)
 
 
@@ -559,9 +572,9 @@ def worlds(cases: Mapping[str, Case], together: bool = False) -> list[Any]:
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def run_and_resume(cases: Mapping[str, Case], pool: str, other: str, folder: str) -> None:
+def run_and_resume(rank: int, world_size: int, module: str, pool: str, other: str, folder: str) -> None:
     """A whole run; one that resumes in the middle; one that does in another layout, and saves at once; and goes on."""
-    for name, case in cases.items():
+    for name, case in import_module(module).RESUMED.items():
 
         def trained(
             run: str, pool: str, steps: int, resume: str | None, folder: str = f"{folder}/{name}", case: Case = case
@@ -579,9 +592,10 @@ def run_and_resume(cases: Mapping[str, Case], pool: str, other: str, folder: str
         trained("on", other, 4, "whole/checkpoint-2").close_engine()
 
 
-def check_resumed(folder: Path, cases: Mapping[str, Case]) -> None:
-    """What `run_and_resume` has left: the same bits in the layout of before, and at the start in another one."""
-    for name in cases:
+def check_resumed(module: str, folder: Path, pool: str, other: str) -> None:
+    """The runs `RESUMED` of a test module: the same bits in the layout of before, and at the start in another one."""
+    run_ranks(2, run_and_resume, module, pool, other, str(folder), timeout=900)
+    for name in import_module(module).RESUMED:
         at = {run: whole_state(newest(folder / name / run)) for run in ("whole", "again", "other", "on")}
         assert same_bits(at["again"], at["whole"]), name
         assert same_bits(at["other"], whole_state(folder / name / "whole" / "checkpoint-2")), name

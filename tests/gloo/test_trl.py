@@ -6,22 +6,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
 
 from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE
-from tests.harness import run_ranks
+from tests.moves import on
 from tests.trl_runs import (
     EVALUATES,
     RL,
     Case,
-    both_sides,
     check_resumed,
     compare,
-    hits,
-    run_and_resume,
     worlds,
-    wrong_ones,
 )
 
 pytestmark = pytest.mark.gloo
@@ -33,8 +28,6 @@ SIX = (
 TWO = ("dp2:20@64,tp2:128@128", "dp4:20@64,cp2tp2:128@128")
 OTHER = ("dp2+z3:20@64,pp2:128@128", "dp2pp2:20@64,tp4+ck9:128@128")
 FREE = {"max_length": None}
-SYNC = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.6}
-PACKED = {"packing": True, "per_device_train_batch_size": 2, "max_steps": 3}
 MOE = ("dp2ep2:20@64,tp2:128@128", "dp4ep2:20@64,dp2tp2ep2:128@128")
 
 CASES = {
@@ -56,57 +49,22 @@ CASES = {
     "sft, dft of what the assistant says": Case(
         "SFT", TWO, "chats", {**FREE, "assistant_only_loss": True, "loss_type": "dft", **EVALUATES}, wide=True
     ),
-    "sft with metrics": Case("SFT", TWO, "completions", {**FREE, **EVALUATES}, given=lambda: {"compute_metrics": hits}, wide=True),
-    "sft padding-free": Case("SFT", OTHER, "completions", {**FREE, "padding_free": True, **EVALUATES}, wide=True),
-    "sft packed, bfd": Case("SFT", OTHER, "completions", {**PACKED, "max_length": 60}, wide=True),
-    "sft packed, bfd_split": Case(
-        "SFT", TWO, "completions", {**PACKED, "max_length": 20, "packing_strategy": "bfd_split"}, wide=True
-    ),
-    "sft packed, wrapped": Case(
-        "SFT", TWO, "text",
-        {**PACKED, "max_length": 40, "packing_strategy": "wrapped", "eval_packing": False, **EVALUATES}, wide=True,
+    "sft packed, bfd": Case(
+        "SFT", OTHER, "completions", {"packing": True, "per_device_train_batch_size": 2, "max_steps": 3, "max_length": 60}, wide=True
     ),
     **{
         f"{kind} with noise": Case(kind.upper(), TWO, data, {"neftune_noise_alpha": 5.0, **EVALUATES}, reference=kind == "dpo", wide=True)
         for kind, data in [("sft", "completions"), ("dpo", "pairs")]
     },
-    "sft of all tokens, cut": Case(
-        "SFT", OTHER, "completions",
-        {"completion_only_loss": False, "max_length": 16, "truncation_mode": "keep_end", "pad_to_multiple_of": 8}, wide=True,
-    ),
-    "sft smoothed": Case("SFT", TWO, "completions", {"label_smoothing_factor": 0.1, **EVALUATES}, wide=True),
-    "sft recomputed": Case("SFT", TWO, "completions", {"gradient_checkpointing": True, "shuffle_dataset": True}, wide=True),
-    "sft with adapters": Case("SFT", SIX, "completions", {**FREE, "gradient_checkpointing": True}, lora=True, wide=True),
     "sft of experts": Case(
         "SFT", MOE, "completions", {**FREE, "router_aux_loss_coef": 0.3, "gradient_accumulation_steps": 2}, family=MIXTURE, wide=True
     ),
-    "sft of experts, unbalanced": Case("SFT", MOE, "completions", {**FREE, "router_aux_loss_coef": 0.0}, family=MIXTURE, wide=True),
-    "dpo precomputed": Case("DPO", OTHER, "pairs", {"precompute_ref_log_probs": True, **EVALUATES}, wide=True),
-    "dpo precomputed by a reference": Case(
-        "DPO", TWO, "pairs", {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 3, "ld_alpha": 0.5, **EVALUATES},
-        reference=True, wide=True,
-    ),
-    "dpo with adapters, precomputed": Case("DPO", TWO, "pairs", {"precompute_ref_log_probs": True}, lora=True, wide=True),
-    "dpo, reference in step": Case(
-        "DPO", OTHER, "pairs", {**SYNC, "ref_model_sync_steps": 2, **EVALUATES}, reference=True, wide=True
-    ),
-    "dpo weighted, another divergence": Case(
-        "DPO", TWO, "pairs",
-        {"use_weighting": True, "f_divergence_type": "js_divergence", "max_length": 20, "truncation_mode": "keep_end"},
-        reference=True, wide=True,
-    ),
     "dpo of experts": Case("DPO", MOE, "pairs", {"router_aux_loss_coef": 0.3}, family=MIXTURE, reference=True, wide=True),
-    "dpo with metrics": Case("DPO", TWO, "pairs", EVALUATES, reference=True, given=lambda: {"compute_metrics": hits}, wide=True),
-    "kto with adapters": Case("KTO", SIX, "judged", {"desirable_weight": 0.7}, lora=True, wide=True),
     "sft of an adapter": Case("SFT", OTHER, "completions", {**FREE, **EVALUATES}, lora="default", wide=True),
     "dpo of an adapter": Case("DPO", SIX, "pairs", EVALUATES, lora="default", wide=True),
     "dpo of an adapter, precomputed": Case("DPO", TWO, "pairs", {"precompute_ref_log_probs": True}, lora="default", wide=True),
     "kto of an adapter": Case("KTO", TWO, "judged", lora="default", wide=True),
     "dpo of an adapter, 4-bit": Case("DPO", TWO, "pairs", lora="default", four_bit=True, dtype=torch.float32, wide=True),
-    "kto, apo, reference in step": Case(
-        "KTO", OTHER, "judged", {"loss_type": "apo_zero_unpaired", **SYNC, "ref_model_sync_steps": 1, **EVALUATES},
-        reference=True, wide=True,
-    ),
     **{
         f"{kind}, fp32": Case(kind.upper(), TWO, data, FREE if kind == "sft" else {}, reference=kind != "sft", dtype=torch.float32,
                               wide=True)
@@ -123,13 +81,9 @@ def test_every_trainer_is_run_by_six_kinds_of_strategies():
             assert max(len({str(bucket.strategy) for bucket in mix}) for mix in mixes) >= 6
 
 
-def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
-    return both_sides({name: CASES[name] for name in names}, world_size, folder)
-
-
 @pytest.mark.parametrize(("world_size", "names"), worlds(CASES))
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
-    compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
+    compare(__name__, tmp_path, names, world_size=world_size)
 
 
 CHOSEN = {
@@ -139,15 +93,10 @@ CHOSEN = {
 """With strategies that the run chooses; the longest one tries its nearest plans on its mini-batches."""
 
 
-def both_chosen(rank: int, world_size: int, folder: str) -> Any:
-    return both_sides(CHOSEN, world_size, folder)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_it_is_trl_with_strategies_that_are_chosen(world_size, tmp_path):
-    wrong = wrong_ones(run_ranks(world_size, both_chosen, str(tmp_path), timeout=1500), CHOSEN)
-    assert not wrong, "\n".join(wrong)
+    compare(__name__, tmp_path, list(CHOSEN), "CHOSEN", world_size)
 
 
 def with_zero_term(cls: Any) -> Any:
@@ -162,13 +111,11 @@ def with_zero_term(cls: Any) -> Any:
     return WithTerm
 
 
-class Shrinks(TrainerCallback):
+def shrink(state: Any, model: Any, **_: Any) -> None:
     """Changes weights after the optimizer's step."""
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            for parameter in model.parameters():
-                parameter.data.mul_(0.9)
+    if state.global_step == 1:
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
 
 
 def synced(cls: Any) -> Any:
@@ -196,7 +143,7 @@ DROPPING = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1, init_lor
 CALLED = {
     "callbacks that read and change weights, a zero term": Case(
         "DPO", TWO, "pairs", {"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5, "gradient_accumulation_steps": 2, "max_steps": 3},
-        reference=True, change=lambda cls: synced(with_zero_term(cls)), given=lambda: {"callbacks": [Shrinks()]},
+        reference=True, change=lambda cls: synced(with_zero_term(cls)), given=lambda: {"callbacks": [on(on_optimizer_step=shrink)]},
         dtype=torch.float32,
     ),
     "dropout that TRL switches off": Case(
@@ -205,15 +152,9 @@ CALLED = {
 }  # fmt: skip
 
 
-def called(rank: int, world_size: int, wide: bool, folder: str) -> Any:
-    return both_sides({name: case for name, case in CALLED.items() if case.wide is wide}, world_size, folder)
-
-
-@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_callbacks_and_changes_of_trl_s_own_are_honoured(wide, tmp_path):
-    cases = {name: case for name, case in CALLED.items() if case.wide is wide}
-    wrong = wrong_ones(run_ranks(2, called, wide, str(tmp_path), timeout=900), cases)
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize(("world_size", "names"), worlds(CALLED, together=True)[:2])
+def test_callbacks_and_changes_of_trl_s_own_are_honoured(world_size, names, tmp_path):
+    compare(__name__, tmp_path, names, "CALLED", world_size)
 
 
 class Drawn(torch.utils.data.Sampler[int]):
@@ -252,15 +193,9 @@ TAKEN_OVER = {
 }  # fmt: skip
 
 
-def taken_over(rank: int, world_size: int, wide: bool, folder: str) -> Any:
-    return both_sides({name: case for name, case in TAKEN_OVER.items() if case.wide is wide}, world_size, folder)
-
-
-@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_that_trl_began_is_taken_over(wide, tmp_path):
-    cases = {name: case for name, case in TAKEN_OVER.items() if case.wide is wide}
-    wrong = wrong_ones(run_ranks(2, taken_over, wide, str(tmp_path), timeout=900), cases)
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize(("world_size", "names"), worlds(TAKEN_OVER, together=True)[:2])
+def test_a_run_that_trl_began_is_taken_over(world_size, names, tmp_path):
+    compare(__name__, tmp_path, names, "TAKEN_OVER", world_size)
 
 
 RESUMED = {
@@ -275,11 +210,6 @@ RESUMED = {
 }  # fmt: skip
 
 
-def resumed_runs(rank: int, world_size: int, folder: str) -> None:
-    run_and_resume(RESUMED, TWO[0], OTHER[0], folder)
-
-
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_in_another_layout_from_the_same_bits(tmp_path):
-    run_ranks(2, resumed_runs, str(tmp_path), timeout=900)
-    check_resumed(tmp_path, RESUMED)
+    check_resumed(__name__, tmp_path, TWO[0], OTHER[0])

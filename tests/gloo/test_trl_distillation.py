@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.gloo.test_trl_options import POOLS, Draw
-from tests.harness import run_ranks
-from tests.trl_runs import EVALUATES, Case, both_sides, calling, compare, hits, look, small, worlds, wrong_ones
+from tests.trl_runs import EVALUATES, Case, calling, compare, hits, look, small, worlds
 
 pytestmark = pytest.mark.gloo
 
@@ -32,30 +31,17 @@ def taught(family: str = "qwen3_qk_norm_tied", dtype: torch.dtype = torch.float6
 
 CASES = {
     "reverse": Case("Distillation", TWO, "prompts", {**SHORT, **EVALUATES}, given=taught()),
-    "jsd, accumulated": Case(
-        "Distillation", MIX, "prompts",
-        {**SHORT, **EVALUATES, "beta": 0.3, "temperature": 0.8, "gradient_accumulation_steps": 2}, given=taught("gemma2_soft_caps"), wide=True,
-    ),
-    "forward, of a soft-capped student": Case(
-        "Distillation", TWO, "prompts", {**SHORT, "beta": 0.0}, family="gemma2_soft_caps", given=taught(), wide=True
-    ),
-    "with adapters": Case("Distillation", TWO, "prompts", {**SHORT, "beta": 0.5}, lora=True, given=taught(), wide=True),
     "with tools": Case(
         "Distillation", TWO, "questions", {**SHORT, "max_tool_calling_iterations": 3, "max_completion_length": 48},
         given=lambda: {**taught()(), "tools": [look], "processing_class": calling()}, wide=True,
     ),
     "that generates": Case("Distillation", TWO, "prompts", {**SHORT, **GREEDY, **EVALUATES}, generates=True, given=taught(), wide=True),
     "gkd": Case("GKD", TWO, "chats", {"lmbda": 0.0, "beta": 0.3, "gradient_accumulation_steps": 2, **EVALUATES}, given=taught(), wide=True),
-    "gkd, forward, with adapters": Case("GKD", MIX, "chats", {"lmbda": 0.0, "beta": 0.0}, lora=True, given=taught(), wide=True),
     "gkd that generates": Case("GKD", TWO, "chats", {"lmbda": 0.5, "beta": 1.0, **NEARLY_GREEDY}, given=taught(), wide=True),
     "gkd whose teacher generates": Case("GKD", TWO, "chats", {"lmbda": 0.0, "seq_kd": True, **NEARLY_GREEDY}, given=taught(), wide=True),
     "gkd with metrics": Case("GKD", TWO, "chats", {"lmbda": 0.0, **EVALUATES}, given=lambda: {**taught()(), "compute_metrics": hits}, wide=True),
     "server, forward": Case(
-        "ServerDistillation", TWO, "prompts", {**SHORT, **SERVER, "beta": 0.0, "loss_top_k": 5, **EVALUATES}, wide=True
-    ),
-    "server, reverse, accumulated": Case(
-        "ServerDistillation", TWO, "prompts",
-        {**SHORT, **SERVER, "beta": 1.0, "loss_top_k": 1, "gradient_accumulation_steps": 2}, wide=True,
+        "ServerDistillation", TWO, "prompts", {**SHORT, **SERVER, "beta": 0.0, "loss_top_k": 5, **EVALUATES}, given=lambda: served(), wide=True
     ),
     "fp32": Case("Distillation", TWO, "prompts", SHORT, dtype=torch.float32, given=taught(dtype=torch.float32), wide=True),
 }  # fmt: skip
@@ -83,20 +69,16 @@ class Server:
         return answers
 
 
-def serve() -> None:
-    """Puts `Server` in the place of TRL's client, in this rank's process."""
+def served() -> dict[str, Any]:
+    """Puts `Server` in the place of TRL's client, in this rank's process; no further arguments."""
     client: Any = import_module("trl.generation.vllm_client")
     client.VLLMClient = Server
-
-
-def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
-    serve()
-    return both_sides({name: CASES[name] for name in names}, world_size, folder)
+    return {}
 
 
 @pytest.mark.parametrize(("world_size", "names"), worlds(CASES, together=True))
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
-    compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
+    compare(__name__, tmp_path, names, world_size=world_size)
 
 
 # -- drawn combinations ------------------------------------------------------------------------------------------------
@@ -129,21 +111,11 @@ def drawn(seed: int) -> Case:
             "loss_top_k": draw.choice([1, 4]) if fields["beta"] == 0.0 else 1,
             "loss_add_tail": draw.maybe(0.5),
         }
-        return Case(kind, pools, "prompts", fields, lora, family=family)
+        return Case(kind, pools, "prompts", fields, lora, family=family, given=served)
     return Case(kind, pools, "prompts", fields, lora, family=family, given=given)
-
-
-def both_drawn(rank: int, world_size: int, part: int, folder: str) -> Any:
-    serve()
-    return both_sides(drawn_of(part), world_size, folder)
-
-
-def drawn_of(part: int) -> dict[str, Case]:
-    return {str(seed): drawn(seed) for seed in range(10 * part, 10 * part + 10)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_what_is_drawn_is_equal(part, tmp_path):
-    wrong = wrong_ones(run_ranks(2, both_drawn, part, str(tmp_path), timeout=900), drawn_of(part))
-    assert not wrong, "\n".join(wrong)
+    compare(__name__, tmp_path, range(10 * part, 10 * part + 10), "drawn")

@@ -16,7 +16,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError
 from tests.gloo.test_trl import FREE
 from tests.harness import run_ranks
 from tests.training_runs import newest, whole_state
-from tests.trl_runs import EVALUATES, RL, Case, both_sides, check_resumed, compare, made, run_and_resume, worlds
+from tests.trl_runs import EVALUATES, RL, Case, check_resumed, compare, made, worlds
 from tests.vision_models import KINDS, batch_of_images, image_rows, rows_with_images, vision_model, vision_processor
 
 pytestmark = pytest.mark.gloo
@@ -121,27 +121,18 @@ CASES = {
 }  # fmt: skip
 
 
-def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
-    return both_sides({name: CASES[name] for name in names}, world_size, folder)
-
-
 @pytest.mark.parametrize(("world_size", "names"), worlds(CASES))
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
-    compare(both, world_size, {name: CASES[name] for name in names}, tmp_path)
+    compare(__name__, tmp_path, names, world_size=world_size)
 
 
-KEPT = {"sft": CASES["sft of completions"]}
-
-
-def resumes(rank: int, world_size: int, folder: str) -> None:
-    run_and_resume(KEPT, BLOCKS[0], OTHER[0], folder)
+RESUMED = {"sft": CASES["sft of completions"]}
 
 
 @pytest.mark.slow
 def test_it_resumes_in_another_layout(tmp_path):
     """And the files are of the class for images, with the towers as they were trained."""
-    run_ranks(2, resumes, str(tmp_path), timeout=600)
-    check_resumed(tmp_path, KEPT)
+    check_resumed(__name__, tmp_path, BLOCKS[0], OTHER[0])
     folder = newest(tmp_path / "sft" / "whole")
     model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not {key: value for key, value in report.items() if value}

@@ -6,8 +6,7 @@ import pytest
 
 from tests.families import MIXTURE
 from tests.gloo.test_trl_options import OF_EXPERTS, POOLS, Draw
-from tests.harness import run_ranks
-from tests.trl_runs import DENSE, EVALUATES, RL, Case, both_sides, brevity, reward, wrong_ones
+from tests.trl_runs import DENSE, EVALUATES, RL, Case, brevity, compare, reward
 
 pytestmark = pytest.mark.gloo
 
@@ -84,16 +83,7 @@ def drawn(seed: int) -> Case:
     return Case(kind, pools, "prompts", fields, lora, reference, family, lambda: dict(both_rewards))
 
 
-def cases_of(part: int) -> dict[str, Case]:
-    return {str(seed): drawn(seed) for seed in range(10 * part, 10 * part + 10)}
-
-
-def both(rank: int, world_size: int, part: int, folder: str) -> Any:
-    return both_sides(cases_of(part), world_size, folder)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_what_is_drawn_is_equal_or_refused(part, tmp_path):
-    wrong = wrong_ones(run_ranks(2, both, part, str(tmp_path), timeout=900), cases_of(part))
-    assert not wrong, "\n".join(wrong)
+    compare(__name__, tmp_path, range(10 * part, 10 * part + 10), "drawn")

@@ -47,6 +47,17 @@ class StepCounter(TrainerCallback):
         self.made += 1
 
 
+def on(**events: Callable[..., Any]) -> TrainerCallback:
+    """A user's callback with functions for events, each of the arguments that it takes by name."""
+
+    def method(event: Callable[..., Any]) -> Any:
+        return lambda self, args, state, control, **kwargs: (
+            event(args=args, state=state, control=control, **kwargs) and None
+        )
+
+    return type("Own", (TrainerCallback,), {name: method(event) for name, event in events.items()})()
+
+
 @dataclass
 class Kit:
     """The parts from which a move builds its trainer.

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from datasets import IterableDataset
-from transformers import TrainerCallback
 
 from tests import trl_runs
 from tests.lora import tiny_lora
@@ -76,15 +75,6 @@ def with_loss(kit: Kit, term: Callable[..., Any], **options: Any) -> Seen:
             return (loss, outputs) if return_outputs else loss
 
     return run(kit, Own, **{**options, "given": {"data_collator": padded, **options.get("given", {})}})
-
-
-def on(**events: Callable[..., Any]) -> TrainerCallback:
-    def method(event: Callable[..., Any]) -> Any:
-        return lambda self, args, state, control, **kwargs: (
-            event(args=args, state=state, control=control, **kwargs) and None
-        )
-
-    return type("Own", (TrainerCallback,), {name: method(event) for name, event in events.items()})()
 
 
 def accuracy(predicted: Any) -> dict[str, float]:

@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests import trl_runs
 from tests.lora import tiny_lora
-from tests.moves import Kit, Move, Seen, padded
+from tests.moves import Kit, Move, Seen, on, padded
 from tests.moves.checkpoints import everyone, folders, loaded
 from tests.public_reports.runs import (
     ARGMAX,
@@ -30,7 +30,6 @@ from tests.public_reports.runs import (
     SAVES,
     evaluated,
     of_trl,
-    on,
     run,
     stream,
     with_loss,
