@@ -1,6 +1,5 @@
 """TRL's GRPO and RLOO trainers over a switched model against TRL's own under DDP on as many ranks, in fp64."""
 
-
 import pytest
 import torch
 

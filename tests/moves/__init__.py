@@ -176,6 +176,20 @@ class Move:
         assert not self.error or self.instead, f"{self.name}: an unsupported move names the alternative"
 
 
+def losing(base: Any, loss: Callable[..., Any]) -> Any:
+    """A user's subclass whose `compute_loss` is `loss(trainer, model, inputs, num_items_in_batch)`, perhaps with outputs."""
+
+    class Own(base):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            out = loss(self, model, inputs, num_items_in_batch)
+            value, outputs = out if isinstance(out, tuple) else (out, None)
+            return (value, outputs) if return_outputs else value
+
+    return Own
+
+
 def with_arguments(**changes: Any) -> Callable[[Kit], Seen]:
     """The move of training with changed arguments, on rows that are also evaluated."""
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
-from tests.moves import COMMON, MINI_BATCH, STRATEGIES, Drawn, Kit, Move, Seen, with_arguments
+from tests.moves import COMMON, MINI_BATCH, STRATEGIES, Drawn, Kit, Move, Seen, on, with_arguments
 
 
 def _accumulation_of_accelerate(kit: Kit) -> Seen:
@@ -18,13 +18,9 @@ def _accumulation_of_accelerate(kit: Kit) -> Seen:
 
 def _accumulation_read(kit: Kit) -> Seen:
     seen: list[int] = []
-
-    class Reads(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(args.gradient_accumulation_steps)
-
+    read = on(on_step_end=lambda args, **_: seen.append(args.gradient_accumulation_steps))
     args = kit.arguments(per_device_train_batch_size=3, gradient_accumulation_steps=2)
-    trainer = kit.trainer(args=args, callbacks=[Reads()])
+    trainer = kit.trainer(args=args, callbacks=[read])
     trainer.train()
     return {"in training": seen, "afterwards": trainer.args.gradient_accumulation_steps}
 
@@ -111,14 +107,13 @@ def _own_arguments_saved(kit: Kit) -> Seen:
 
 
 def _own_arguments_read(kit: Kit) -> Seen:
-    class Reads(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-            optimizer.param_groups[0]["weight_decay"] = args.temperature
+    def read(args: Any, optimizer: Any, **_: Any) -> None:
+        optimizer.param_groups[0]["weight_decay"] = args.temperature
 
     own: Any = _OwnArguments(**{**COMMON, "output_dir": str(kit.folder / "out")}, temperature=0.7)
     own.per_device_train_batch_size = MINI_BATCH // kit.world_size
     own.hotspa_strategies, own.hotspa_report = STRATEGIES[kit.world_size], False
-    return kit.train(kit.trainer(args=own, callbacks=[Reads()]))
+    return kit.train(kit.trainer(args=own, callbacks=[on(on_step_begin=read)]))
 
 
 def _arguments_of_a_library(kit: Kit) -> Seen:

@@ -4,9 +4,8 @@ import contextlib
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
-from tests.moves import ROWS, Kit, Move, Seen
+from tests.moves import ROWS, Kit, Move, Seen, on
 
 
 def _norms(model: Any) -> list[float]:
@@ -17,16 +16,9 @@ def _norms(model: Any) -> list[float]:
 def _looking(kit: Kit, event: str, read_model: Any = _norms, **changes: Any) -> Seen:
     """Trains with a callback that reads the model at an event."""
     looks: list[Any] = []
-
-    class Looks(TrainerCallback):
-        pass
-
-    def on_event(self: Any, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        looks.append([state.global_step, read_model(model)])
-
-    setattr(Looks, event, on_event)
+    look = on(**{event: lambda state, model, **_: looks.append([state.global_step, read_model(model)])})
     rows = kit.rows()
-    trainer = kit.trainer(args=kit.arguments(**changes), train_dataset=rows, eval_dataset=rows[:8], callbacks=[Looks()])
+    trainer = kit.trainer(args=kit.arguments(**changes), train_dataset=rows, eval_dataset=rows[:8], callbacks=[look])
     return {**kit.train(trainer), "looks": looks}
 
 
@@ -35,13 +27,6 @@ def _samples(model: Any) -> list[int]:
     text = model.generate(torch.tensor([[5, 9, 13, 21]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
     model.train()
     return text[0].tolist()
-
-
-def _facts(model: Any) -> list[Any]:
-    named = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad, str(p.device)) for name, p in model.named_parameters()
-    ]
-    return [model.num_parameters(), str(model.dtype), model.config.vocab_size, named]
 
 
 def _metrics(kit: Kit) -> Seen:
@@ -72,14 +57,16 @@ def _evaluate_overridden(kit: Kit) -> Seen:
     return {**kit.train(kit.trainer(Own, args=args, train_dataset=rows, eval_dataset=rows)), "looks": looks}
 
 
-class _Interrupts(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+def _raises(error: BaseException) -> Any:
+    def end(state: Any, **_: Any) -> None:
         if state.global_step == 2:
-            raise KeyboardInterrupt
+            raise error
+
+    return on(on_step_end=end)
 
 
 def _interrupted(kit: Kit) -> Seen:
-    trainer = kit.trainer(callbacks=[_Interrupts()])
+    trainer = kit.trainer(callbacks=[_raises(KeyboardInterrupt())])
     with contextlib.suppress(KeyboardInterrupt):
         trainer.train()
     if kit.world_size > 1 and not kit.stock:
@@ -91,38 +78,23 @@ def _resumed(kit: Kit) -> Seen:
     changes = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(kit.folder / "resumed")}
     kit.train(kit.trainer(args=kit.arguments(**changes)))
     looks: list[Any] = []
-
-    class Looks(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            looks.append([state.global_step, _norms(model)])
-
-    trainer = kit.trainer(args=kit.arguments(**changes), callbacks=[Looks()])
+    look = on(on_train_begin=lambda state, model, **_: looks.append([state.global_step, _norms(model)]))
+    trainer = kit.trainer(args=kit.arguments(**changes), callbacks=[look])
     return {**kit.train(trainer, resume_from_checkpoint=f"{changes['output_dir']}/checkpoint-2"), "looks": looks}
 
 
-class _SetsEpsilon(TrainerCallback):
-    """Changes a number on the object that the forward pass reads."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        model.model.norm.variance_epsilon = 0.5
-
-
 def _epsilon_changed(kit: Kit) -> Seen:
-    return kit.train(kit.trainer(callbacks=[_SetsEpsilon()]))
+    """Changes a number on the object that the forward pass reads."""
+    change = on(on_train_begin=lambda model, **_: setattr(model.model.norm, "variance_epsilon", 0.5))
+    return kit.train(kit.trainer(callbacks=[change]))
 
 
 class _Pruned(Exception):
     """Raised by a callback to end a run."""
 
 
-class _Prunes(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            raise _Pruned("trial 3")
-
-
 def _pruned(kit: Kit) -> Seen:
-    trainer, found = kit.trainer(callbacks=[_Prunes()]), None
+    trainer, found = kit.trainer(callbacks=[_raises(_Pruned("trial 3"))]), None
     try:
         trainer.train()
     except Exception as error:

@@ -7,7 +7,7 @@ from torch.nn import functional
 from transformers.models.llama import LlamaForCausalLM
 
 from tests.families import tiny_config
-from tests.moves import Drawn, Kit, Move, Seen, padded
+from tests.moves import Drawn, Kit, Move, Seen, losing, padded
 
 
 def log_probs(logits: Any, labels: Any) -> tuple[Any, Any]:
@@ -78,29 +78,19 @@ def _weights_of_tokens(kit: Kit) -> Seen:
             return -(tokens.columns["weights"] * tokens.log_probs).sum()
 
         return kit.train(kit.trainer(train_dataset=rows, token_loss=token_loss, loss_columns=["weights"]))
-    return kit.train(
-        kit.trainer(_weighted_class(kit), args=_all_columns(kit), train_dataset=rows, data_collator=_with_weights)
-    )
+    return _by_column(kit, rows, data_collator=_with_weights)
 
 
-def _all_columns(kit: Kit) -> Any:
-    return kit.arguments(remove_unused_columns=False)
+def _by_column(kit: Kit, rows: Any, **given: Any) -> Seen:
+    args = kit.arguments(remove_unused_columns=False)
+    return kit.train(kit.trainer(losing(kit.trainer_class, _weighted), args=args, train_dataset=rows, **given))
 
 
-def _weighted_class(kit: Kit) -> Any:
-    base: Any = kit.trainer_class
-
-    class Weighted(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            weights = inputs.pop("weights")
-            outputs = model(**inputs)
-            log_p, counts = log_probs(outputs.logits, inputs["labels"])
-            loss = -(weights[:, 1:][counts] * log_p).sum() / num_items_in_batch * self.accelerator.num_processes
-            return (loss, outputs) if return_outputs else loss
-
-    return Weighted
+def _weighted(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
+    weights = inputs.pop("weights")
+    outputs = model(**inputs)
+    log_p, counts = log_probs(outputs.logits, inputs["labels"])
+    return -(weights[:, 1:][counts] * log_p).sum() / items * trainer.accelerator.num_processes, outputs
 
 
 def _column_of_an_override(kit: Kit) -> Seen:
@@ -108,41 +98,30 @@ def _column_of_an_override(kit: Kit) -> Seen:
     for row in rows:
         row["weights"] = [(i * 7 % 5) / 5 for i in row["input_ids"]]
     given = {"data_collator": _with_weights} if kit.stock else {"loss_columns": ["weights"]}
-    return kit.train(kit.trainer(_weighted_class(kit), args=_all_columns(kit), train_dataset=rows, **given))
+    return _by_column(kit, rows, **given)
 
 
 def _distilled(kit: Kit) -> Seen:
     teacher = kit.model(seed=9).eval()
 
-    base: Any = kit.trainer_class
+    def loss(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
+        outputs = model(**inputs, num_items_in_batch=items)
+        counts = inputs["labels"][:, 1:] != -100
+        with torch.no_grad():
+            of_teacher = teacher(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        mine, wanted = (functional.log_softmax(x[:, :-1][counts], -1) for x in (outputs.logits, of_teacher))
+        return outputs.loss + 0.5 * functional.kl_div(mine, wanted, reduction="sum", log_target=True) / items
 
-    class Distilled(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-            counts = inputs["labels"][:, 1:] != -100
-            with torch.no_grad():
-                of_teacher = teacher(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-            mine, wanted = (functional.log_softmax(x[:, :-1][counts], -1) for x in (outputs.logits, of_teacher))
-            kl = functional.kl_div(mine, wanted, reduction="sum", log_target=True) / num_items_in_batch
-            return outputs.loss + 0.5 * kl
-
-    return kit.train(kit.trainer(Distilled))
+    return kit.train(kit.trainer(losing(kit.trainer_class, loss)))
 
 
 def _other_tokens(kit: Kit, masks: bool = True) -> Seen:
-    base: Any = kit.trainer_class
+    def loss(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
+        other = model(input_ids=inputs["input_ids"].flip(1)).logits
+        squares = (model(**inputs).logits - other).square()
+        return (squares * inputs["attention_mask"][..., None] if masks else squares).sum() / items
 
-    class Consistent(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            other = model(input_ids=inputs["input_ids"].flip(1)).logits
-            squares = (model(**inputs).logits - other).square()
-            return (squares * inputs["attention_mask"][..., None] if masks else squares).sum() / num_items_in_batch
-
-    return kit.train(kit.trainer(Consistent))
+    return kit.train(kit.trainer(losing(kit.trainer_class, loss)))
 
 
 def _mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from tests.families import tiny_config
-from tests.moves import ROWS, Drawn, Kit, Move, Seen
+from tests.moves import ROWS, Drawn, Kit, Move, Seen, losing
 
 _BERT = {
     "hidden_size": 32,
@@ -57,15 +57,15 @@ class _Toy(nn.Module):
         return {"loss": self.weight.square().sum() * input_ids.float().mean()}
 
 
-def _of(make: Any, rows: Any = None, cls: Any = None) -> Any:
-    """Trains what `make` returns, on the rows of the kit, or on the result of `rows`."""
+def _of(make: Any, rows: Any = None, loss: Any = None) -> Any:
+    """Trains what `make` returns, on the rows of the kit, or on the result of `rows`; by a custom loss, if any."""
 
     def run(kit: Kit) -> Seen:
         torch.manual_seed(0)
         data: dict[str, Any] = (
             {} if rows is None else {"train_dataset": rows(kit.rows()), "data_collator": default_data_collator}
         )
-        return kit.train(kit.trainer(cls(kit.trainer_class) if cls else None, model=make(), **data))
+        return kit.train(kit.trainer(losing(kit.trainer_class, loss) if loss else None, model=make(), **data))
 
     return run
 
@@ -91,13 +91,9 @@ def _images(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"pixel_values": torch.full((3, 8, 8), index / 20), "labels": index % 2} for index in range(len(rows))]
 
 
-def _mean_square(base: Any) -> Any:
-    class Squares(base):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            inputs.pop("labels", None)
-            return model(**inputs).last_hidden_state.square().mean()
-
-    return Squares
+def _mean_square(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
+    inputs.pop("labels", None)
+    return model(**inputs).last_hidden_state.square().mean()
 
 
 def _gpt2(**dropout: float) -> PreTrainedModel:
@@ -193,16 +189,13 @@ def _padding_named_later(kit: Kit) -> Seen:
     return kit.train(kit.trainer(model=model))
 
 
-def _another_activation(kit: Kit) -> Seen:
-    model = kit.model()
-    model.model.layers[0].mlp.act_fn = nn.ReLU()
-    return kit.train(kit.trainer(model=model))
+def _changed(module: str, name: str, value: Any) -> Any:
+    def run(kit: Kit) -> Seen:
+        model = kit.model()
+        setattr(model.get_submodule(module), name, value)
+        return kit.train(kit.trainer(model=model))
 
-
-def _another_epsilon(kit: Kit) -> Seen:
-    model = kit.model()
-    model.model.norm.variance_epsilon = 0.5
-    return kit.train(kit.trainer(model=model))
+    return run
 
 
 MOVES: tuple[Move, ...] = (
@@ -225,11 +218,11 @@ MOVES: tuple[Move, ...] = (
     Move("trained weights that no loss reaches", _never_reached, ours="no decay, no momentum, no state in checkpoints, as with torch"),
     Move("`model.config.pad_token_id` set after the model was made", _padding_named_later),
     Move(
-        "another activation in a layer of the object", _another_activation,
+        "another activation in a layer of the object", _changed("model.layers.0.mlp", "act_fn", nn.ReLU()),
         left=True, error=r"layers.0.mlp.act_fn' is a ReLU, and a SiLU", instead="set `hidden_act` in the config, or subclass the model",
     ),
     Move(
-        "another number in a module of the object (`variance_epsilon`, `scaling`, `top_k`, ...)", _another_epsilon,
+        "another number in a module of the object (`variance_epsilon`, `scaling`, `top_k`, ...)", _changed("model.norm", "variance_epsilon", 0.5),
         left=True, error=r"'model.norm' has variance_epsilon=0.5, and 1e-0", instead="set it in the config, or subclass the model",
     ),
     Move("a custom `nn.Module`", _of(_Toy), left=True, error="is a _Toy, not a transformers", instead=_INSTEAD),

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import TrainerCallback
 from transformers.optimization import Adafactor
 
-from tests.moves import Drawn, Kit, Move, Seen, with_arguments
+from tests.moves import Drawn, Kit, Move, Seen, on, with_arguments
 
 
 def _class_and_options(kit: Kit) -> Seen:
@@ -102,14 +101,10 @@ def _own_scheduler(kit: Kit) -> Seen:
     return kit.train(kit.trainer(Own))
 
 
-class _Thaw(TrainerCallback):
+def _thaw(state: Any, model: Any, optimizer: Any, **_: Any) -> None:
     """Adds the embeddings to the optimizer after two steps."""
-
-    def on_step_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kw: Any
-    ) -> None:
-        if state.global_step == 2:
-            optimizer.add_param_group({"params": list(model.get_input_embeddings().parameters()), "lr": 1e-2})
+    if state.global_step == 2:
+        optimizer.add_param_group({"params": list(model.get_input_embeddings().parameters()), "lr": 1e-2})
 
 
 class _AsTheyAre(LRScheduler):
@@ -124,7 +119,7 @@ def _group_added_later(kit: Kit) -> Seen:
     optimizer = torch.optim.AdamW(model.get_output_embeddings().parameters(), lr=5e-3)
     args = kit.arguments(lr_scheduler_type="constant")
     optimizers = (optimizer, _AsTheyAre(optimizer))
-    return kit.train(kit.trainer(model=model, args=args, optimizers=optimizers, callbacks=[_Thaw()]))
+    return kit.train(kit.trainer(model=model, args=args, optimizers=optimizers, callbacks=[on(on_step_end=_thaw)]))
 
 
 def _twice(kit: Kit) -> Seen:

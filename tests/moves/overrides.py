@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
-from tests.moves import Kit, Move, Seen, padded
+from tests.moves import Kit, Move, Seen, on, padded
 from tests.overriding import CHANGES, Notes, files_of, overriding
 
 
@@ -139,9 +139,8 @@ def _gradient_hook(kit: Kit) -> Seen:
     return kit.train(kit.trainer(model=model))
 
 
-class _Watches(TrainerCallback):
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        model.get_input_embeddings().register_forward_hook(lambda *_: None)
+def _watch(model: Any, **_: Any) -> None:
+    model.get_input_embeddings().register_forward_hook(lambda *_: None)
 
 
 def _insert(kit: Kit, cls: type) -> type:
@@ -289,7 +288,7 @@ MOVES: tuple[Move, ...] = (
         instead="`trainer.engine.full_gradients()`; a custom loss",
     ),
     Move(
-        "a callback hangs a forward hook on the model in `on_train_begin`", lambda kit: kit.train(kit.trainer(callbacks=[_Watches()])),
+        "a callback hangs a forward hook on the model in `on_train_begin`", lambda kit: kit.train(kit.trainer(callbacks=[on(on_train_begin=_watch)])),
         error="has forward hooks", instead="the hooked model object does not run",
     ),
 )  # fmt: skip

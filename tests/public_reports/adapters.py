@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_hotspa.trl import ONLINE
 from tests import trl_runs
-from tests.moves import STRATEGIES, Kit, Move, Seen
+from tests.moves import STRATEGIES, Kit, Move, Seen, losing
 from tests.moves.checkpoints import everyone, flat, folders, loaded
 from tests.public_reports.runs import BY_STEPS, EACH, LORA, run
 
@@ -106,24 +106,14 @@ def own_reference(kit: Kit) -> Seen:
     return trained(of_trl(kit, "DPO", "pairs", given={"peft_config": lora, "ref_model": reference}))
 
 
-def weighted(base: Any) -> Any:
-    """A subclass that multiplies the mean loss of each row by the row's weight."""
-
-    class Weighted(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            weight, labels = inputs.pop("weight"), inputs.pop("labels")
-            outputs = model(**inputs)
-            after = labels[:, 1:]
-            each = torch.nn.functional.cross_entropy(
-                outputs.logits[:, :-1].transpose(1, 2).float(), after, reduction="none"
-            )
-            rows = each.sum(-1) / (after != -100).sum(-1)
-            loss = (rows * weight).sum() / weight.abs().sum()
-            return (loss, outputs) if return_outputs else loss
-
-    return Weighted
+def weighted(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
+    """The mean loss of each row times the row's weight."""
+    weight, labels = inputs.pop("weight"), inputs.pop("labels")
+    outputs = model(**inputs)
+    after = labels[:, 1:]
+    each = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2).float(), after, reduction="none")
+    rows = each.sum(-1) / (after != -100).sum(-1)
+    return (rows * weight).sum() / weight.abs().sum(), outputs
 
 
 def weighted_rows(kit: Kit) -> Seen:
@@ -135,7 +125,7 @@ def weighted_rows(kit: Kit) -> Seen:
 
     rows = Dataset.from_list([{**trl_runs.ROWS["text"](i), "weight": 1.0 - i % 5 * 0.25} for i in range(40)])
     options: dict[str, Any] = {"given": {"data_collator": collate}, "remove_unused_columns": False}
-    return trained(of_trl(kit, "SFT", rows, cls=weighted, **options))
+    return trained(of_trl(kit, "SFT", rows, cls=lambda base: losing(base, weighted), **options))
 
 
 class Rewards:

@@ -9,7 +9,7 @@ from datasets import IterableDataset
 
 from tests import trl_runs
 from tests.lora import tiny_lora
-from tests.moves import STRATEGIES, Kit, Seen, padded
+from tests.moves import STRATEGIES, Kit, Seen, losing, padded
 from tests.moves.checkpoints import everyone, folders
 
 BY_STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
@@ -65,16 +65,11 @@ def run(
 
 def with_loss(kit: Kit, term: Callable[..., Any], **options: Any) -> Seen:
     """Trains with a `compute_loss` that returns `term(trainer, model, inputs, num_items_in_batch)`: loss and outputs."""
-    base: Any = kit.trainer_class
-
-    class Own(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            loss, outputs = term(self, model, inputs, num_items_in_batch)
-            return (loss, outputs) if return_outputs else loss
-
-    return run(kit, Own, **{**options, "given": {"data_collator": padded, **options.get("given", {})}})
+    return run(
+        kit,
+        losing(kit.trainer_class, term),
+        **{**options, "given": {"data_collator": padded, **options.get("given", {})}},
+    )
 
 
 def accuracy(predicted: Any) -> dict[str, float]:

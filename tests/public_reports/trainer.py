@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests import trl_runs
 from tests.lora import tiny_lora
-from tests.moves import Kit, Move, Seen, on, padded
+from tests.moves import Kit, Move, Seen, losing, on, padded
 from tests.moves.checkpoints import everyone, folders, loaded
 from tests.public_reports.runs import (
     ARGMAX,
@@ -123,20 +123,15 @@ def modules_to_save_resumed(kit: Kit) -> Seen:
 
 
 def columns_kept(kit: Kit) -> Seen:
-    base: Any = kit.trainer_class
+    def loss(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
+        weight, labels = inputs.pop("weight"), inputs["labels"]
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        each = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        return (each.view(len(labels), -1).sum(-1) * weight).sum() / items, {"logits": logits}
 
-    class Own(base):
+    class Own(losing(kit.trainer_class, loss)):  # type: ignore[misc]
         def _set_signature_columns_if_needed(self) -> None:
             self._signature_columns = ["input_ids", "labels", "attention_mask", "weight"]
-
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            weight, labels = inputs.pop("weight"), inputs["labels"]
-            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-            each = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-            loss = (each.view(len(labels), -1).sum(-1) * weight).sum() / num_items_in_batch
-            return (loss, {"logits": logits}) if return_outputs else loss
 
     def collate(examples: Any) -> Any:
         return {**padded(examples), "weight": torch.tensor([e["weight"] for e in examples])}
