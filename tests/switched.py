@@ -14,9 +14,22 @@ from torch import Tensor, nn
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import CalledModel, SwitchedModel
+from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows
 
 LossOf = Callable[[Any, dict[str, Tensor]], Tensor]
+Part = Callable[[int, int], object]
+"""A test's function of a rank and a number of ranks."""
+
+
+def in_turn(rank: int, world_size: int, parts: Sequence[Part]) -> list[object]:
+    return [part(rank, world_size) for part in parts]
+
+
+def run_parts(world_size: int, *parts: Part) -> None:
+    """Runs the parts of tests one after the other in one world; what they return must be equal on all ranks."""
+    first, *others = run_ranks(world_size, in_turn, parts)
+    assert all(other == first for other in others), (first, others)
 
 
 def rows_of(rank: int, model: Any, num_rows: int = 5, longest: int = 60, seed: int = 0) -> list[dict[str, Any]]:
