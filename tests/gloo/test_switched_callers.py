@@ -17,8 +17,8 @@ from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import exact_in_double
-from tests.switched import batch_of, loss_of_model, reference, rows_of, step, switched, worst
-from tests.trl_runs import plain_head
+from tests.switched import batch_of, loss_of_model, reference, rows_of, run_parts, step, switched, worst
+from tests.trl_runs import patched_head
 
 pytestmark = pytest.mark.gloo
 
@@ -26,6 +26,7 @@ FAMILY, BUCKETS = "llama_gqa_bias", "dp2:14@64,tp2:64@96"
 
 
 def unwrapped(rank, world_size):
+    """What accelerate and the Trainer look at."""
     plain = tiny_model(FAMILY)
     model = switched(plain, BUCKETS)
     looks = []
@@ -35,38 +36,30 @@ def unwrapped(rank, world_size):
     with torch.no_grad():
         outputs = model(**batch_of(rows_of(rank, plain)))
         items = dict(outputs.items())  # as prediction_step does, with prediction_loss_only
-        before = list(looks)
-        shape = items["logits"].shape
+        assert looks == [False]  # the loss alone
+        assert len(items["logits"].shape) == 3
     loss = model.train()(**batch_of(rows_of(rank, plain))).loss
     loss *= 2.0
     loss.backward()
     model.flush()
-    unwrapped = extract_model_from_parallel(model)
-    name = unwrapped._get_name()
-    refused = ""
-    try:
+    assert looks == [False, True]
+    assert isinstance(model, DistributedDataParallel)
+    assert extract_model_from_parallel(model) is plain
+    assert plain._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    with pytest.raises(UnsupportedError, match=r"model\.batches\(loader\)"):
         model.join()
-    except UnsupportedError as error:
-        refused = str(error)
-    return isinstance(model, DistributedDataParallel), unwrapped is plain, name, before, looks, tuple(shape), refused
-
-
-def test_what_accelerate_and_the_trainer_look_at():
-    for is_ddp, is_same, name, before, looks, shape, refused in run_ranks(2, unwrapped):
-        assert is_ddp
-        assert is_same
-        assert name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        assert before == [False]  # the loss alone
-        assert looks == [False, True]
-        assert len(shape) == 3
-        assert "model.batches(loader)" in refused
+    model.close()
 
 
 def fused_head_of_trl(rank, world_size):
     """Every number of TRL's fused output, the gradients of a loss of them, and what the model object itself gives."""
+    with patched_head(torch.float64):
+        fused_outputs(rank)
+
+
+def fused_outputs(rank):
     import trl.trainer.utils as utils
 
-    utils._ChunkedLogProbFunction = plain_head()
     plain, own = tiny_model(FAMILY, torch.float64), tiny_model(FAMILY, torch.float64)
     for model in (plain, own):
         utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
@@ -90,7 +83,9 @@ def fused_head_of_trl(rank, world_size):
         assert theirs.keys() == through_model.keys()
         errors += [float((theirs[name].double() - through_model[name].double()).abs().max()) for name in theirs]
         errors.append(float((own(**batch).loss - plain(**batch).loss).abs()))
-    return errors, type(through_model).__name__
+    assert max(errors) <= 1e-11, errors
+    assert type(through_model).__name__ == "FusedCausalLMOutput"
+    model.close()
 
 
 def worst_of(loss, plain, model, rank):
@@ -99,15 +94,8 @@ def worst_of(loss, plain, model, rank):
     return worst(model.engine.full_gradients(), expected)
 
 
-def test_the_fused_head_of_trl():
-    for errors, name in run_ranks(2, fused_head_of_trl):
-        assert max(errors) <= 1e-11
-        assert name == "FusedCausalLMOutput"
-
-
 def the_object(rank, world_size):
     """After a step the model object gives what the trained weights give, in a forward and in generation."""
-    found = []
     for make in (lambda: tiny_model(FAMILY, torch.float64), lambda: tiny_lora(FAMILY, torch.float64)):
         own = make()
         own.enable_input_require_grads()  # hangs a hook on the embedding, as gradient checkpointing does
@@ -120,9 +108,8 @@ def the_object(rank, world_size):
             with torch.no_grad():
                 through_object = float(own(**batch).loss)
                 prompt = torch.tensor([[5, 6, 7]])
-                made = own.generate(
-                    input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False
-                )
+                asked = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+                made = own.generate(input_ids=prompt, **asked)
         model.write_back()
         state = {name: w.clone() for name, w in own.state_dict().items()}
         model.close()
@@ -130,32 +117,22 @@ def the_object(rank, world_size):
         trained.load_state_dict(state)
         with torch.no_grad(), exact_in_double(torch.float64):
             alone = float(trained(**batch, use_cache=False).loss)
-            again = trained.generate(
-                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False
-            )
+            again = trained.generate(input_ids=prompt, **asked)
             closed = float(own(**batch, use_cache=False).loss)
             start = float(make()(**batch, use_cache=False).loss)
-        found.append((through_object, alone, closed, start, torch.equal(made, again)))
-    return found
+        assert through_object == pytest.approx(alone, rel=1e-11)
+        assert closed == pytest.approx(alone, rel=1e-11)
+        assert start != pytest.approx(alone, rel=1e-3)
+        assert torch.equal(made, again)
 
 
-def test_calls_of_the_model_object_see_the_current_weights():
-    for found in run_ranks(2, the_object):
-        for through_object, alone, closed, start, same_tokens in found:
-            assert through_object == pytest.approx(alone, rel=1e-11)
-            assert closed == pytest.approx(alone, rel=1e-11)
-            assert start != pytest.approx(alone, rel=1e-3)
-            assert same_tokens
-
-
-@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}])
-def test_options_of_a_loss_are_refused(options):
+def test_options_of_a_loss_are_refused():
     with pytest.raises(UnsupportedError, match="label_smoothing in a switched model"):
-        SwitchedModel(tiny_model(FAMILY), parse_buckets("dp1:64@96"), EngineOptions(**options))
+        SwitchedModel(tiny_model(FAMILY), parse_buckets("dp1:64@96"), EngineOptions(label_smoothing=0.1))
 
 
 def test_states_are_those_of_the_model():
-    model = SwitchedModel(tiny_model(FAMILY), _one(), EngineOptions()).eval()
+    model = SwitchedModel(tiny_model(FAMILY), parse_buckets("dp1:64@96"), EngineOptions()).eval()
     state = {name: weight.clone() for name, weight in model.state_dict().items()}
     assert set(state) == set(model.module.state_dict())
     other = tiny_model(FAMILY, seed=4)
@@ -166,10 +143,6 @@ def test_states_are_those_of_the_model():
         model.load_state_dict(state)
         assert float(model(**batch).loss) != pytest.approx(float(other(**batch, use_cache=False).loss), rel=1e-3)
     model.close()
-
-
-def _one():
-    return parse_buckets("dp1:64@96")
 
 
 # ---- what front ends read and give
@@ -224,7 +197,7 @@ def test_an_arg_max_of_logits_needs_no_table_of_them(world_size, buckets):
 
 
 def kept_alone(rank, world_size):
-    """Errors of the loss and of the shape of logits, for labels of the kept logits alone, as ms-swift gives them."""
+    """Labels of the kept logits alone, as ms-swift gives them."""
     plain, model = tiny_model(FAMILY, torch.float64), switched(tiny_model(FAMILY, torch.float64), BUCKETS)
     batch = batch_of(rows_of(rank, plain, 1))
     batch["labels"][:, :4] = -100
@@ -236,17 +209,14 @@ def kept_alone(rank, world_size):
     }
     count = int(batch["labels"].shape[1] - learned.int().argmax()) + 1
     by_count = batch | {"labels": batch["labels"][:, -count:], "logits_to_keep": count}
-    errors, shapes = [], []
     with torch.no_grad(), exact_in_double(torch.float64):
         expected = loss_of_model(plain.eval(), batch)
         for given in (by_mask, by_count):
             outputs = model.eval()(**given)
-            errors.append(float(abs(outputs.loss - expected)))
-            shapes.append(outputs.logits.argmax(-1).shape[1] - given["labels"].shape[1])
-    return errors, shapes
+            assert float(abs(outputs.loss - expected)) < 1e-12
+            assert outputs.logits.argmax(-1).shape[1] == given["labels"].shape[1]
+    model.close()
 
 
-def test_labels_of_the_kept_logits_alone():
-    for errors, shapes in run_ranks(2, kept_alone):
-        assert max(errors) < 1e-12
-        assert shapes == [0, 0]
+def test_callers_get_what_they_read():
+    run_parts(2, unwrapped, fused_head_of_trl, the_object, kept_alone)

@@ -25,6 +25,7 @@ from tests.switched import (
     loss_of_model,
     reference,
     rows_of,
+    run_parts,
     scores,
     switched,
     worst,
@@ -245,21 +246,17 @@ def under_ddp(rank, world_size):
                     optimizer.step()
                     optimizer.zero_grad()
     model.write_back()
+    for numbers in (losses, norms):
+        assert numbers[0::2] == pytest.approx(numbers[1::2], rel=1e-11)
     pairs = zip(plain.module.parameters(), model.module.parameters(), strict=True)
-    return losses, norms, max(relative_error(b, a) for a, b in pairs)
-
-
-def test_steps_are_those_of_ddp():
-    for losses, norms, weights in run_ranks(2, under_ddp):
-        for numbers in (losses, norms):
-            assert numbers[0::2] == pytest.approx(numbers[1::2], rel=1e-11)
-        assert weights <= 1e-10
+    assert max(relative_error(b, a) for a, b in pairs) <= 1e-10
+    model.close()
 
 
 def announced(rank, world_size):
+    """Accumulation is one pass where batches are announced."""
     plain = tiny_model("llama_gqa_bias", torch.float64)
     model = switched(tiny_model("llama_gqa_bias", torch.float64), "dp2:14@64,tp2:64@96")
-    found = []
     for program in (accumulation, _pairs_apart):
         expected = _expected(plain, program, world_size)
         apart = _run(model, program, rank)
@@ -268,21 +265,15 @@ def announced(rank, world_size):
         model.announce([_rows(plain, rank, 3 + (program is _pairs_apart), seed) for seed in range(3)], num_items)
         merged = _run(model, program, rank)
         passes = {kind: count - before[kind] for kind, count in model._passes.counts.items()}
-        found.append((worst(apart, expected), worst(merged, expected), passes))
-    return found
+        assert max(worst(apart, expected), worst(merged, expected)) <= 1e-11
+        assert passes == {"scoring": int(program is _pairs_apart), "training": 1}
+    model.close()
 
 
 def _pairs_apart(model, rank):
     for seed in range(3):
         of_row = scores(model, _rows(model, rank, 4, seed))[0].sum(1)
         yield -functional.logsigmoid(0.1 * (of_row[0::2] - of_row[1::2])).mean() / 3
-
-
-def test_accumulation_is_one_pass_where_batches_are_announced():
-    for losses, margins in run_ranks(2, announced):
-        assert max(losses[:2] + margins[:2]) <= 1e-11
-        assert losses[2] == {"scoring": 0, "training": 1}
-        assert margins[2] == {"scoring": 1, "training": 1}
 
 
 def dropout(rank, world_size, each_way):
@@ -329,6 +320,12 @@ def preferences(model, rank, refer):
     return -functional.logsigmoid(0.1 * (margin[0::2] - margin[1::2])).mean()
 
 
+def _without(model, batch):
+    peft = model.module if isinstance(model, SwitchedModel) else model
+    with peft.disable_adapter():
+        return scores(model, batch)[0].sum(1)
+
+
 def references(rank, world_size, buckets, lora):
     """DPO whose reference is the model without its adapter, and one whose reference is a second model."""
     found = []
@@ -337,13 +334,8 @@ def references(rank, world_size, buckets, lora):
         switched(tiny_lora("llama_gqa_bias", torch.float64, **lora), buckets),
     )
 
-    def without_adapter(model, batch):
-        peft = model.module if isinstance(model, SwitchedModel) else model
-        with peft.disable_adapter():
-            return scores(model, batch)[0].sum(1)
-
     def program(model, r):
-        yield preferences(model, r, without_adapter)
+        yield preferences(model, r, _without)
 
     expected = _expected(plain, program, world_size)
     for _ in range(2):
@@ -401,17 +393,12 @@ def copies_off(rank, world_size):
     """The adapter switched off beside a trained copy of the head, whose original replicas do not have."""
     model = switched(tiny_lora("llama_gqa_bias", torch.float64, modules_to_save=["lm_head"]), "dp2:64@96")
     with pytest.raises(UnsupportedError, match=r"trains copies of 'lm_head'.*give the reference as a separate model"):
-        preferences(model, rank, lambda m, b: _without(m, b))
+        preferences(model, rank, _without)
     model.close()
 
 
-def _without(model, batch):
-    with model.module.disable_adapter():
-        return scores(model, batch)[0].sum(1)
-
-
-def test_a_reference_without_trained_copies_is_refused():
-    run_ranks(2, copies_off)
+def test_steps_are_those_of_ddp_also_announced_and_copies_are_not_switched_off():
+    run_parts(2, under_ddp, announced, copies_off)
 
 
 COEFFICIENT = 0.7
@@ -484,7 +471,7 @@ def test_numbers_of_tokens_are_those_of_their_definition():
 
 
 def test_one_process_needs_no_group():
-    plain, model = tiny_model("llama_gqa_bias", torch.float64), None
+    plain = tiny_model("llama_gqa_bias", torch.float64)
     model = SwitchedModel(tiny_model("llama_gqa_bias", torch.float64), parse_buckets("dp1:64@96")).train()
     batch = _rows(plain, 0)
     with exact_in_double(torch.float64):
