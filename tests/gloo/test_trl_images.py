@@ -8,13 +8,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset, Features, Image, Sequence, Value
 from transformers import AutoModelForImageTextToText
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from tests.gloo.test_trl import FREE
-from tests.harness import run_ranks
+from tests.switched import run_parts
 from tests.training_runs import newest, whole_state
 from tests.trl_runs import EVALUATES, RL, Case, check_resumed, compare, made, worlds
 from tests.vision_models import KINDS, batch_of_images, image_rows, rows_with_images, vision_model, vision_processor
@@ -143,55 +144,32 @@ def test_it_resumes_in_another_layout(tmp_path):
     assert sum(others) < len(others) / 4
 
 
-def online(rank: int, world_size: int, kinds: list[str], folder: str) -> list[str]:
-    texts, rows = [], pictures("qwen3_vl", "completion", 8)
-    for kind in kinds:
+def online(rank: int, world_size: int, folder: str) -> None:
+    """Online trainers refuse images by name."""
+    rows = pictures("qwen3_vl", "completion", 8)
+    for kind in ("GRPO", "RLOO"):
         case = Case(kind, POOLS, "", RL, family="qwen3_vl", given=lambda: {"train_dataset": rows})
-        try:
+        with pytest.raises(HotspaError) as caught:
             made(case, folder, POOLS[0])
-        except HotspaError as error:
-            texts.append(str(error))
-    return texts
+        assert f"{kind}Trainer and a dataset with the columns ['images']" in str(caught.value)
 
 
-def test_online_trainers_refuse_images_by_name(tmp_path):
-    kinds = ["GRPO", "RLOO"]
-    for texts in run_ranks(2, online, kinds, str(tmp_path), timeout=200):
-        for kind, text in zip(kinds, texts, strict=True):
-            assert f"{kind}Trainer and a dataset with the columns ['images']" in text
-
-
-def of_processor(rank: int, world_size: int, folder: str) -> str:
+def of_processor(rank: int, world_size: int, folder: str) -> None:
+    """Pixels without a collator are refused by name."""
     batch = batch_of_images("qwen3_vl", rows_with_images("qwen3_vl", 0)[:1])
     row = {
         name: value.tolist() if name in ("pixel_values", "image_grid_thw") else value[0].tolist()
         for name, value in batch.items()
     }
-    case = Case(
-        "",
-        POOLS,
-        "",
-        {"max_steps": 3},
-        family="qwen3_vl",
-        given=lambda: {"train_dataset": Dataset.from_list([row] * 9)},
-    )
-    trainer = made(case, folder, POOLS[0])
-    try:
+    given = {"train_dataset": Dataset.from_list([row] * 9)}
+    trainer = made(Case("", POOLS, "", {"max_steps": 3}, family="qwen3_vl", given=lambda: given), folder, POOLS[0])
+    with pytest.raises(HotspaError, match="(?s)pixel_values.*data_collator"):
         trainer.train()
-    except HotspaError as error:
-        assert trainer.state.global_step == 0
-        return str(error)
-    return ""
+    assert trainer.state.global_step == 0
 
 
-def test_pixels_without_a_collator_are_refused_by_name(tmp_path):
-    for text in run_ranks(2, of_processor, str(tmp_path), timeout=200):
-        assert "pixel_values" in text, text
-        assert "data_collator" in text, text
-
-
-def planned(rank: int, world_size: int, folder: str) -> list[set[str]]:
-    """The fields that the plans of `auto` are told of: rank 0 reads the first images."""
+def planned(rank: int, world_size: int, folder: str) -> None:
+    """The plans of `auto` are told of images in the first batches of any rank: rank 0 reads the first ones."""
     seen = list[set[str]]()
 
     def plan(*_: Any, fields: set[str], **__: Any) -> Any:
@@ -207,22 +185,18 @@ def planned(rank: int, world_size: int, folder: str) -> list[set[str]]:
     for _ in range(2):
         with patch("hf_hotspa.trainer.run.prepare_auto", plan), pytest.raises(HotspaConfigError, match="planned"):
             made(case, f"{folder}/{len(seen)}", "auto").train()
-    return seen
+    without, with_images = seen
+    assert "pixel_values" not in without
+    assert "input_ids" in without
+    assert "pixel_values" in with_images
 
 
-def test_auto_is_told_of_images_in_the_first_batches_of_any_rank(tmp_path):
-    for without, with_images in run_ranks(2, planned, str(tmp_path), timeout=200):
-        assert "pixel_values" not in without
-        assert "input_ids" in without
-        assert "pixel_values" in with_images
-
-
-def passes_of(rank: int, world_size: int, folder: str) -> tuple[dict[str, int], list[float], int]:
-    """The passes, the patches by the log of each step, and those of all pixels that the model got on this rank."""
+def passes_of(rank: int, world_size: int, folder: str) -> None:
+    """Each micro-batch of SFT is trained at once, also of a model that is not told how many labels a step has: its loss is the
+    mean of each micro-batch. The log of each step has the patches of all pixels that the model got."""
     fields = {**SMALL, "max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
     case = Case("SFT", POOLS, "", fields, family="qwen3_vl", given=of_images("qwen3_vl", "completion"))
     trainer = made(case, folder, POOLS[0])
-    counts = trainer.switched._passes.counts
     given, forward = [], trainer.switched.forward
 
     def counted(**batch: Any) -> Any:
@@ -231,15 +205,15 @@ def passes_of(rank: int, world_size: int, folder: str) -> tuple[dict[str, int], 
 
     with patch.object(trainer.switched, "forward", counted):
         trainer.train()
+    assert trainer.switched._passes.counts == {"scoring": 0, "training": 4}
     logged = [line["hotspa/image_patches"] for line in trainer.state.log_history if "hotspa/image_patches" in line]
+    of_all = torch.tensor([sum(given)])
+    dist.all_reduce(of_all)
+    assert len(logged) == 2
+    assert sum(logged) == int(of_all) > 0
     trainer.close_engine()
-    return dict(counts), logged, sum(given)
 
 
-def test_each_micro_batch_of_sft_is_trained_at_once(tmp_path):
-    """Also of a model that is not told how many labels a step has: its loss is the mean of each micro-batch."""
-    results = run_ranks(2, passes_of, str(tmp_path), timeout=200)
-    for counts, logged, _ in results:
-        assert counts == {"scoring": 0, "training": 4}
-        assert len(logged) == 2
-        assert sum(logged) == sum(given for _, _, given in results) > 0
+def test_images_are_refused_by_name_planned_and_trained_at_once(tmp_path):
+    parts = (online, of_processor, planned, passes_of)
+    run_parts(2, *(partial(part, folder=str(tmp_path / part.__name__)) for part in parts))
