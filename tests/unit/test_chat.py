@@ -162,19 +162,12 @@ def test_only_the_turns_that_count_are_laid_out():
     expected = CASES["qwen3"][2].replace("[<think>\n\n</think>\n\nyes<|im_end|>]", "yes<|im_end|>")
     assert written(QWEN3, chat(TALK, (3,))) == expected  # the first answer as the template has it in history
     assert written(SMOLLM3, chat(TALK, (3,))) == CASES["smollm3"][2].replace("[yes<|im_end|>]", "yes<|im_end|>")
-    assert "[" not in written(CHATML, chat(TALK[:1]))
+    assert not any("[" in written(template, chat(TALK[:1])) for template in (CHATML, SMOLLM3))
 
 
 def test_tool_calls_and_options_of_the_template():
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}]}
-    talk = [
-        ("user", "hi"),
-        call,
-        {"role": "tool", "content": "noon"},
-        ("assistant", "yes"),
-        ("user", "so"),
-        ("assistant", "no"),
-    ]
+    talk = [TALK[0], call, {"role": "tool", "content": "noon"}, *TALK[1:]]
     assert written(QWEN3, chat(talk)) == (
         '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[<think>\n\n</think>\n\n<tool_call>clock{"zone": "UTC"}</tool_call>'
         "<|im_end|>]\n<|im_start|>user\nnoon<|im_end|>\n<|im_start|>assistant\n[<think>\n\n</think>\n\nyes<|im_end|>]\n"
@@ -228,12 +221,7 @@ def test_what_a_template_cannot_write_is_refused_by_name(template, conversation,
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (CHATML, None),
-        (LLAMA3, None),
-        (GEMMA, None),
-        (PHI3, None),
-        (GLM, None),
-        (SMOLLM3, None),
+        *((template, None) for template in (CHATML, LLAMA3, GEMMA, PHI3, GLM, SMOLLM3)),
         (
             QWEN3,
             r"rewrites answers.*Trained: .*<think>\\n\\n</think>\\n\\nGood morning.*own text.*assistant\\nGood morning",

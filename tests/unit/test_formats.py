@@ -19,7 +19,6 @@ def read(row):
     [
         TALK,
         json.dumps(TALK),
-        [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}],
         [{"role": "human", "content": "hi"}, {"role": "model", "content": "yes"}],
         [
             {"author": {"role": "user"}, "content": {"parts": ["hi"]}},
@@ -28,11 +27,10 @@ def read(row):
         [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, TALK[1]],
         [{"role": "user", "content": "hi", "value": None}, {"role": "assistant", "content": "yes", "tool_calls": None}],
     ],
-    ids=["roles", "JSON", "ShareGPT", "names of roles", "nested roles", "parts", "None of Arrow"],
+    ids=["roles", "JSON", "names of roles", "nested roles", "parts", "None of Arrow"],
 )
-@pytest.mark.parametrize("key", ["messages", "conversations", "conversation"])
-def test_conversations(key, value):
-    found = read({key: value, "id": 3})
+def test_conversations(value):
+    found = read({"messages": value, "id": 3})
     assert (found.trained, found.tools, found.plain) == ((1,), [], None)
     assert [(m["role"], m["content"]) for m in found.messages] == [("user", "hi"), ("assistant", "yes")]
     assert not any(None in m.values() or "tool_calls" in m for m in found.messages)
@@ -72,15 +70,7 @@ def test_a_conversation_with_system_tools_and_options():
         "chat_template_kwargs": {"enable_thinking": False, "other": None},
     }
     found = read(row)
-    assert [m["role"] for m in found.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "user",
-        "assistant",
-    ]
+    assert " ".join(m["role"] for m in found.messages) == "system user assistant tool assistant user assistant"
     assert found.messages[2]["tool_calls"][0]["function"] == {"name": "clock", "arguments": {"zone": "UTC"}}
     assert found.trained == (2, 6)
     assert (found.tools, found.options) == ([{"name": "clock"}], {"enable_thinking": False})
@@ -94,11 +84,6 @@ def test_thinking_is_there_under_every_name(name):
     assert message["reasoning_content"] == message["reasoning"] == message["thinking"] == "Hm"
 
 
-def test_prompts_and_completions():
-    assert read({"prompt": "a", "completion": "b"}) == Strings("a", "b")
-    assert read({"prompt": [*TALK, TALK[0]], "completion": [TALK[1]]}) == Chat([*TALK, *TALK], (3,))
-
-
 @pytest.mark.parametrize(
     ("row", "asked", "plain"),
     [
@@ -107,15 +92,8 @@ def test_prompts_and_completions():
             "Add\n\n1 2",
             "### Instruction:\nAdd\n\n### Input:\n1 2\n\n",
         ),
-        ({"instruction": "Add", "input": "", "output": "3"}, "Add", "### Instruction:\nAdd\n\n"),
         ({"instruction": "Add", "input": None, "output": "3", "text": "Add 3"}, "Add", "### Instruction:\nAdd\n\n"),
-        (
-            {"instruction": "Add", "context": "1 2", "response": "3"},
-            "Add\n\n1 2",
-            "### Instruction:\nAdd\n\n### Input:\n1 2\n\n",
-        ),
         ({"question": "Add", "answer": "3", "id": 7}, "Add", "### Instruction:\nAdd\n\n"),
-        ({"query": "Add", "response": "3", "type": "x"}, "Add", "### Instruction:\nAdd\n\n"),
     ],
 )
 def test_questions_and_answers(row, asked, plain):

@@ -152,16 +152,6 @@ def test_input_ids_are_kept():
         prepare([{"input_ids": [1], "completion_mask": [1]}], None)
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["prefixes", "generation"])
-def test_messages_train_on_what_the_assistant_says(template):
-    tokenizer = byte_tokenizer(template)
-    (row,) = prepare([{"messages": TALK}], tokenizer)
-    assert tokenizer.decode(row["input_ids"]) == "<user>hi<end><assistant>yes<end><user>so<end><assistant>no<end>"
-    assert trained(tokenizer, row) == "yes<end>no<end>"
-    (row,) = prepare([{"messages": TALK[:1]}], tokenizer)
-    assert trained(tokenizer, row) == ""
-
-
 def test_messages_with_a_slow_tokenizer_go_by_prefixes():
     tokenizer = SlowCharacters(chat_template=MARKED + "{% if add_generation_prompt %}<assistant>{% endif %}")
     (row,) = prepare([{"messages": TALK}], tokenizer)
@@ -237,12 +227,9 @@ def test_prompt_and_completion_messages():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"content": "a", "id": 3}, r"columns \['content', 'id'\].*'input_ids'.*'messages'.*'prompt'.*'text'"),
         ({"text": None}, "text is a NoneType.*row 0"),
-        ({"prompt": "a", "completion": None}, "completion is a NoneType.*row 0"),
         ({"prompt": "a", "completion": TALK}, "completion is a list.*row 0"),
         ({"prompt": TALK, "completion": "a"}, "completion is not a conversation.*row 0"),
-        ({"messages": [{"content": "a"}]}, "messages is not a conversation.*row 0"),
         ({"messages": TALK}, "no chat template"),
     ],
 )

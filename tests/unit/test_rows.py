@@ -23,7 +23,7 @@ from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.errors import DataError, HotspaConfigError, OverlongError, UnsupportedError
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.packing.bucketing import check_lengths, plan_mini_batch
-from hf_hotspa.rows import scan as arrow_columns
+from hf_hotspa.rows import scan
 from hf_hotspa.rows.read_row import RowRules, read_row
 from hf_hotspa.rows.scan import cache_path, scan_dataset
 from hf_hotspa.rows.table import SequenceTable
@@ -146,12 +146,12 @@ def test_every_scan_counts_every_document(rows, labelled):
             flat = [token if counts and at else -100 for d in row for at, (token, counts) in enumerate(d)]
             example["labels"] = [-100] * left + flat + [-100] * right
         examples.append(example)
-    old, arrow_columns._ROWS_PER_READ = arrow_columns._ROWS_PER_READ, 3
+    old, scan._ROWS_PER_READ = scan._ROWS_PER_READ, 3
     try:
         tables = [scan_dataset(examples, disable_progress=True)]
-        tables.append(arrow_columns.scan_arrow(datasets.Dataset.from_list(examples), RowRules(), True))
+        tables.append(scan.scan_arrow(datasets.Dataset.from_list(examples), RowRules(), True))
     finally:
-        arrow_columns._ROWS_PER_READ = old
+        scan._ROWS_PER_READ = old
     for table in tables:
         lengths = [len(document) for row in documents for document in (row or [[]])]
         assert table.sequence_lengths.tolist() == lengths
@@ -174,7 +174,7 @@ def test_plain_columns_are_scanned_without_making_rows(tmp_path, monkeypatch):
     rows[1] |= {"attention_mask": [1], "position_ids": [0]}
     dataset = datasets.Dataset.from_list(rows)
     with monkeypatch.context() as patched:
-        patched.setattr(arrow_columns, "read_row", None)
+        patched.setattr(scan, "read_row", None)
         assert scan_dataset(dataset, cache_dir=tmp_path, disable_progress=True).lengths.tolist() == [3, 1]
         table = scan_dataset(dataset, rules=LANGUAGE_MODELING, cache_dir=tmp_path, disable_progress=True)
         assert table.label_counts.tolist() == [1, 0]

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows import scan
-from hf_hotspa.rows import scan as arrow_columns
 from hf_hotspa.rows.read_row import integer_array
 from hf_hotspa.rows.scan import cache_path, scan_dataset
-from hf_hotspa.rows.table import SequenceTable
 
 ROWS: list[dict[str, Any]] = [
     {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]},
@@ -67,7 +65,7 @@ def check(table, rows):
 
 @pytest.mark.parametrize("rows", [ROWS, [{"input_ids": row["input_ids"]} for row in ROWS]], ids=["labels", "no labels"])
 def test_all_kinds_of_datasets_give_the_same_exact_table(rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow_columns, "_ROWS_PER_READ", 3)  # several chunks
+    monkeypatch.setattr(scan, "_ROWS_PER_READ", 3)  # several chunks
     check(quiet(rows), rows)
     check(quiet(Rows(rows)), rows)
     arrow = datasets.Dataset.from_list(rows)
@@ -228,25 +226,7 @@ def test_bad_columns_are_named_on_both_paths(column, message):
             quiet(dataset)
 
 
-def test_a_row_must_be_a_mapping():
-    with pytest.raises(DataError, match="row is a list instead of a mapping.*row 0"):
-        quiet([[1, 2, 3]])
-
-
-@pytest.mark.parametrize("value", [[3, 1], (3, 1), np.array([3, 1], np.int16), torch.tensor([3, 1], dtype=torch.int32)])
-def test_rows_may_be_lists_arrays_or_tensors(value):
-    array = integer_array(value, "input_ids", 0)
-    assert array.dtype == np.int64
-    assert array.tolist() == [3, 1]
-
-
 @pytest.mark.parametrize("value", [[[1, 2], [3]], [[1], [2]], [1.0], ["a"], [True], "abc", 7, [2**70], {"a": 1}])
 def test_everything_else_is_refused(value):
     with pytest.raises(DataError, match=r"row 12, column 'labels'"):
         integer_array(value, "labels", 12)
-
-
-def test_a_plain_table_needs_lengths_only():
-    table = SequenceTable.from_lengths([3, 0, 1])
-    assert table.label_counts.tolist() == [2, 0, 0]
-    assert table.num_labels(0, 1, 3) == 1

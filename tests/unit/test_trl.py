@@ -146,19 +146,14 @@ def test_other_trainers_are_refused_by_name(kind: str) -> None:
     ("field", "value"),
     [
         ("activation_offloading", True), ("hotspa_overlong", "truncate"), ("hotspa_empty_rows", "skip"),
-        ("hotspa_mini_batch_size", 7), ("use_liger_kernel", True), ("torch_compile", True),
+        ("hotspa_mini_batch_size", 7), ("use_liger_kernel", True), ("torch_compile", True), ("token_loss", abs),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(field: str, value: Any, tmp_path: Any) -> None:
     trainer, config = names("SFT")
+    fields, more = ({}, {field: value}) if field == "token_loss" else ({field: value}, {})
     with pytest.raises(HotspaError, match=field):
-        trainer(small(dtype=torch.float32), config(str(tmp_path), **{**ONE, field: value}), **given("SFT", tmp_path))
-
-
-def test_a_token_loss_is_refused(tmp_path: Any) -> None:
-    trainer, config = names("SFT")
-    with pytest.raises(UnsupportedError, match="token_loss"):
-        trainer(small(dtype=torch.float32), config(str(tmp_path), **ONE), token_loss=abs, **given("SFT", tmp_path))
+        trainer(small(dtype=torch.float32), config(str(tmp_path), **ONE | fields), **given("SFT", tmp_path), **more)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,21 +164,30 @@ def test_a_config_of_trl_in_front_of_our_trainer_names_the_class_that_reads_it(k
         HotSPaTrainer(small(dtype=torch.float32), args, train_dataset=rows("text", str(tmp_path), 4))
 
 
-@pytest.mark.parametrize("fields", [{}, {"precompute_ref_log_probs": True}])
-def test_special_tokens_that_trl_takes_over_from_the_tokenizer_change_nothing(fields: Any, tmp_path: Any) -> None:
+def dpo_as_of_trl(tmp_path: Any, models: Any, **fields: Any) -> tuple[Any, Any]:
+    """Two steps of DPO of what `models` makes, a model and its reference: as with TRL. Returns our trainer and the models."""
     trainer, config = names("DPO")
     losses = []
     for cls, kind, extra in (
         (trl.DPOTrainer, trl.DPOConfig, {}),
         (trainer, config, {"hotspa_strategies": "dp1:128@256"}),
     ):
-        models = [tiny_model("llama_gqa_bias", seed=seed, vocab_size=259, pad_token_id=None) for seed in (0, 1)]
+        pair = models()
         args = kind(str(tmp_path), **{**COMMON, "max_steps": 2, **fields, **extra})
         own = rows("pairs", str(tmp_path / f"rows{bool(extra)}"), 8)
-        made = cls(*models, args, train_dataset=own, processing_class=tokenizer())
+        made = cls(*pair, args, train_dataset=own, processing_class=tokenizer())
         made.train()
         losses.append([log["loss"] for log in made.state.log_history if "loss" in log])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    return made, pair
+
+
+@pytest.mark.parametrize("fields", [{}, {"precompute_ref_log_probs": True}])
+def test_special_tokens_that_trl_takes_over_from_the_tokenizer_change_nothing(fields: Any, tmp_path: Any) -> None:
+    def untokened() -> Any:
+        return [tiny_model("llama_gqa_bias", seed=seed, vocab_size=259, pad_token_id=None) for seed in (0, 1)]
+
+    made, models = dpo_as_of_trl(tmp_path, untokened, **fields)
     with made.switched.routed():
         assert isinstance(made.ref_model, FrozenModel)
     assert made.ref_model is models[1]  # after training, as with TRL
@@ -191,18 +195,11 @@ def test_special_tokens_that_trl_takes_over_from_the_tokenizer_change_nothing(fi
 
 
 def test_a_reference_of_another_build_has_an_engine_of_its_own(tmp_path: Any) -> None:
-    trainer, config = names("DPO")
-    losses = []
-    for cls, extra in ((trl.DPOTrainer, {}), (trainer, {"hotspa_strategies": "dp1:128@256"})):
-        kind = config if extra else trl.DPOConfig
-        args = kind(str(tmp_path), **{**COMMON, "max_steps": 2, **extra})
-        model, other = small(dtype=torch.float32), small("qwen3_qk_norm_tied", torch.float32)
-        made = cls(model, other, args, **given("DPO", tmp_path))
-        made.train()
-        losses.append([log["loss"] for log in made.state.log_history if "loss" in log])
-        if extra:
-            made.close_engine()
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    def pair() -> Any:
+        return small(dtype=torch.float32), small("qwen3_qk_norm_tied", torch.float32)
+
+    made, _ = dpo_as_of_trl(tmp_path, pair)
+    made.close_engine()
 
 
 @pytest.mark.parametrize("kind", ["Distillation", "GKD"])
