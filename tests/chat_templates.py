@@ -6,6 +6,7 @@ The templates are not in this repository. Such folders come with other packages,
 import re
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def tokenizer_for(template: str, merges: Sequence[tuple[str, str]] = ()) -> PreT
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", bos_token="<bos>", chat_template=template)
+
+
+def bracketed(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], learned: Sequence[bool]) -> str:
+    """The text of tokens, with brackets around what is learned."""
+    parts = []
+    for is_learned, group in groupby(zip(ids, learned, strict=True), key=lambda pair: pair[1]):
+        text = tokenizer.decode([token for token, _ in group], clean_up_tokenization_spaces=False)
+        parts.append(f"[{text}]" if is_learned else text)
+    return "".join(parts)
 
 
 def chat_of(name: str) -> Chat:

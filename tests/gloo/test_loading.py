@@ -330,9 +330,30 @@ def peak_of_loading(rank, world_size, folder, small):
     return grown, share + 2 * max(spec.numel for spec in specs), sum(spec.numel for spec in specs)
 
 
-def check_peak(tmp_path, folders, config):
+SMALL = {
+    "vocab_size": 16000,
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 10,
+}
+BILLION = {
+    "vocab_size": 64000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts peaks")
+@pytest.mark.parametrize("sizes", [SMALL, pytest.param(BILLION, marks=pytest.mark.slow)], ids=["small", "billion"])
+def test_a_rank_holds_its_share_and_a_tensor(sizes, tmp_path, folders):
+    """In bf16 on four ranks: at most 1.2 times a fp32 share (1.1 GB of a billion parameters) and the largest tensor."""
     try:
-        random_files(tmp_path / "large", config)
+        random_files(tmp_path / "large", LlamaConfig(**sizes, tie_word_embeddings=False))
         peaks = run_ranks(4, peak_of_loading, str(tmp_path / "large"), str(folders / "llama_uneven"), timeout=600)
     finally:
         shutil.rmtree(tmp_path / "large")  # gigabytes, which pytest would keep
@@ -340,26 +361,3 @@ def check_peak(tmp_path, folders, config):
         print(f"{numel / 1e6:.0f}M parameters: grew by {grown / 2**20:.0f} MiB of {allowed / 2**20:.0f}")
         assert grown <= MOST_OF_THE_BOUND * allowed
         assert grown > numel / 2  # something was measured
-
-
-needs_clear_refs = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts peaks")
-
-
-@needs_clear_refs
-def test_a_rank_holds_its_share_and_a_tensor(tmp_path, folders):
-    config = LlamaConfig(
-        vocab_size=16000, hidden_size=640, intermediate_size=1728, num_hidden_layers=10, num_attention_heads=10,
-        num_key_value_heads=10, tie_word_embeddings=False,
-    )  # fmt: skip
-    check_peak(tmp_path, folders, config)
-
-
-@pytest.mark.slow
-@needs_clear_refs
-def test_a_rank_holds_its_share_and_a_tensor_of_a_billion_parameters(tmp_path, folders):
-    """1.1 billion parameters in bf16 on four ranks: at most 1.2 times a fp32 share (1.1 GB) and the largest tensor."""
-    config = LlamaConfig(
-        vocab_size=64000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=18, num_attention_heads=16,
-        num_key_value_heads=8, tie_word_embeddings=False,
-    )  # fmt: skip
-    check_peak(tmp_path, folders, config)

@@ -1,14 +1,13 @@
 """Chat templates as families write them: the text that is trained, and of it, token by token, what is learned."""
 
 import re
-from itertools import pairwise
 
 import pytest
 
 from hf_hotspa.errors import DataError
 from hf_hotspa.rows.chat_text import ChatTemplate
 from hf_hotspa.rows.formats import Chat, read_messages
-from tests.chat_templates import tokenizer_for
+from tests.chat_templates import bracketed, tokenizer_for
 
 # Short templates that do what those of the families do; `[` and `]` in what is expected stand around what is learned.
 CHATML = (
@@ -132,11 +131,7 @@ def written(template, conversation, merges=()):
     """The text that is trained, with brackets around the tokens that are learned."""
     tokenizer = tokenizer_for(template, merges)
     [(ids, learned)] = ChatTemplate(tokenizer).tokens([conversation], [7])
-    parts, runs = [], [0, *(i for i in range(1, len(ids)) if learned[i] != learned[i - 1]), len(ids)]
-    for start, stop in pairwise(runs):
-        text = tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
-        parts.append(f"[{text}]" if learned[start] else text)
-    return "".join(parts)
+    return bracketed(tokenizer, ids, learned)
 
 
 @pytest.mark.parametrize("name", CASES)

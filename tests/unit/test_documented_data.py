@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import datasets
@@ -10,7 +9,7 @@ import pytest
 
 from hf_hotspa.data.prepare import prepare_dataset, tokenize_rows
 from hf_hotspa.rows.chat_text import ChatTemplate
-from tests.chat_templates import tokenizer_for
+from tests.chat_templates import bracketed, tokenizer_for
 from tests.unit.test_chat import CHATML, QWEN3
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
@@ -55,12 +54,9 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def bracketed(tokenizer, row):
-    ids, labels = row["input_ids"], row.get("labels") or row["input_ids"]
-    learned = [label != -100 for label in labels]
-    cuts = [0, *(i for i in range(1, len(ids)) if learned[i] != learned[i - 1]), len(ids)]
-    texts = [tokenizer.decode(ids[start:stop]) for start, stop in pairwise(cuts)]
-    return "".join(f"[{text}]" if learned[start] else text for text, start in zip(texts, cuts, strict=False))
+def learned_of(tokenizer, row):
+    labels = row.get("labels") or row["input_ids"]
+    return bracketed(tokenizer, row["input_ids"], [label != -100 for label in labels])
 
 
 def test_every_line_of_the_table_is_tried():
@@ -73,9 +69,9 @@ def test_the_table_of_columns(line):
     assert tokenizer.decode([64, 65, 66]) == "abc"
     for row, expected in CASES[line]:
         (prepared,) = prepare_dataset([row], tokenizer)
-        assert bracketed(tokenizer, prepared) == expected
+        assert learned_of(tokenizer, prepared) == expected
         (streamed,) = tokenize_rows([row], tokenizer)
-        assert bracketed(tokenizer, streamed) == expected
+        assert learned_of(tokenizer, streamed) == expected
 
 
 def test_questions_without_a_chat_template():
@@ -84,7 +80,7 @@ def test_questions_without_a_chat_template():
     for line in TABLE[4:6]:
         (row, _), *_ = CASES[line]
         (prepared,) = prepare_dataset([row], tokenizer)
-        assert bracketed(tokenizer, prepared) == "### Instruction:\nhi\n\n### Response:\n[yes<eos>]"
+        assert learned_of(tokenizer, prepared) == "### Instruction:\nhi\n\n### Response:\n[yes<eos>]"
 
 
 def test_the_line_of_the_log():

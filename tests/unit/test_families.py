@@ -1,6 +1,7 @@
 """The sweep's page and table, and how a model's layers, plan and stages are read."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -138,30 +139,28 @@ def test_dropout_behind_the_layers_is_no_dropout_of_embeddings() -> None:
         assert (found is None) if reason is None else (reason in str(found))
 
 
-class _Scaling(LlamaModel):
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        return super().forward(*args, inputs_embeds=None if inputs_embeds is None else inputs_embeds * 2, **kwargs)
+def _with_input(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> type[LlamaModel]:
+    """A base model that changes the input of later stages."""
+
+    class Changed(LlamaModel):
+        def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> Any:
+            changed = None if inputs_embeds is None else change(self, inputs_embeds)
+            return super().forward(*args, inputs_embeds=changed, **kwargs)
+
+    return Changed
 
 
-class _NormFirst(LlamaModel):
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        return super().forward(
-            *args, inputs_embeds=None if inputs_embeds is None else self.norm(inputs_embeds), **kwargs
-        )
-
-
-class _Failing(LlamaModel):
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        raise RuntimeError("needs the ids")
+def _fails(*_: Any) -> torch.Tensor:
+    raise RuntimeError("needs the ids")
 
 
 @pytest.mark.parametrize(
     ("base_class", "reason"),
     [
         (LlamaModel, None),
-        (_Scaling, "changes the input of every pipeline stage"),
-        (_NormFirst, "uses norm in another place"),
-        (_Failing, "RuntimeError: needs the ids"),
+        (_with_input(lambda base, hidden: hidden * 2), "changes the input of every pipeline stage"),
+        (_with_input(lambda base, hidden: base.norm(hidden)), "uses norm in another place"),
+        (_with_input(_fails), "RuntimeError: needs the ids"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])

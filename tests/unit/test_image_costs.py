@@ -99,11 +99,15 @@ def test_an_image_has_the_tokens_that_the_processor_gives_it(family):
             assert tower.patches == len(given["pixel_values"])
 
 
-def plan(capsys, tmp_path, *words):
+def model_in(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-VL-8B"]))
-    code = main([words[0], "--model", str(folder), "--gpus", "8xh100", "--json", *words[1:]])
+    return str(folder)
+
+
+def plan(capsys, tmp_path, *words):
+    code = main([words[0], "--model", model_in(tmp_path), "--gpus", "8xh100", "--json", *words[1:]])
     out = capsys.readouterr()
     assert code == 0, out.err
     return json.loads(out.out)
@@ -174,17 +178,8 @@ def rows_of(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["paths", "texts", "chats"])
 def test_a_plan_takes_number_and_sizes_of_images_from_the_rows(kind, tmp_path, capsys):
-    words = (
-        "plan",
-        "--dataset",
-        rows_of(tmp_path, kind),
-        "--tokenizer",
-        words_tokenizer(tmp_path),
-        "--mini-batch",
-        "8",
-        "--max-buckets",
-        "1",
-    )
+    words = ("plan", "--dataset", rows_of(tmp_path, kind), "--tokenizer", words_tokenizer(tmp_path))
+    words += ("--mini-batch", "8", "--max-buckets", "1")
     with patch.object(PIL.ImageFile.ImageFile, "load", side_effect=AssertionError("pixels were decoded")):
         found = plan(capsys, tmp_path, *words)
     assert found["lengths"]["count"] == 3
@@ -198,9 +193,8 @@ def test_a_plan_takes_number_and_sizes_of_images_from_the_rows(kind, tmp_path, c
 
 def test_lengths_have_the_tokens_of_each_rows_images(tmp_path, capsys):
     rows = rows_of(tmp_path, "texts")
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-VL-8B"]))
     given = {"dataset": rows, "split": "train", "rows": None, "tokenizer": words_tokenizer(tmp_path)}
-    args = Namespace(**given, model=str(tmp_path), images=None, image_size=1024, mini_batch=64)
+    args = Namespace(**given, model=model_in(tmp_path), images=None, image_size=1024, mini_batch=64)
     counts, (load,) = data_counts(args)
     assert sorted(counts.lengths.tolist()) == [5 + 1 + 130, 20 + 1 + 1026 + 130, 3001]
     assert (load.images, load.row_tokens(), load.of_rank(8)) == (1.0, 0, 8.0)
@@ -217,8 +211,7 @@ def test_lengths_have_the_tokens_of_each_rows_images(tmp_path, capsys):
 )
 def test_images_whose_sizes_are_unknown_are_asked_for_by_name(row, words, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-VL-8B"]))
-    command = ["plan", "--model", str(tmp_path), "--gpus", "8xh100", "--dataset", str(tmp_path / "rows.jsonl")]
+    command = ["plan", "--model", model_in(tmp_path), "--gpus", "8xh100", "--dataset", str(tmp_path / "rows.jsonl")]
     assert main(command) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert words in said
@@ -242,11 +235,10 @@ def test_an_estimate_has_the_bytes_of_towers(tmp_path, capsys):
 
 
 def test_the_seconds_of_towers_grow_with_images_and_fall_with_ranks(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-VL-8B"]))
     tower = tower_of(PUBLISHED["Qwen3-VL-8B"], 1024)
 
     def seconds(images=1, nodes="1x8", lora=None):
-        setup = Setup.read(str(tmp_path), nodes, "h100-80g", lora=lora)
+        setup = Setup.read(model_in(tmp_path), nodes, "h100-80g", lora=lora)
         return ImageLoad(images, 1024, tower, rows=64).seconds_beside(setup)
 
     one = seconds()
