@@ -476,8 +476,7 @@ def _arguments(
     """The arguments as TRL would make them, with our flags."""
     if args is None:
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-        made: HotSPaTrainingArguments = config_of(f"{kind}Config")(f"{name.split('/')[-1]}-{kind}")
-        return made
+        return cast(HotSPaTrainingArguments, config_of(f"{kind}Config")(f"{name.split('/')[-1]}-{kind}"))
     config = getattr(sys.modules[base.__module__], f"{kind}Config")
     if isinstance(args, config) or not isinstance(args, TrainingArguments):
         own: Any = completed(args)
@@ -491,8 +490,7 @@ def _arguments(
         )
     known = {f.name for f in dataclasses.fields(config_of("SFTConfig"))}
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init and f.name in known}
-    converted: HotSPaTrainingArguments = config_of("SFTConfig")(**given)
-    return converted
+    return cast(HotSPaTrainingArguments, config_of("SFTConfig")(**given))
 
 
 def older_than(*release: int) -> bool:
@@ -805,11 +803,6 @@ class OverDistillation(_Taught, OverOnline):
         return loss, out.entropy[:, -length:].sum().detach(), number
 
 
-class OverServer(OverDistillation):
-    """`OverDistillation` for TRL's ServerDistillationTrainer: the teacher is behind a server, which gives the
-    log-probabilities of a few tokens; its loss reads the student's logits."""
-
-
 class OverGKD(_Taught, OverTRL):
     """`OverTRL` for TRL's GKDTrainer: rows of the data set, or of a generation by the student or the teacher."""
 
@@ -849,7 +842,12 @@ class OverGKD(_Taught, OverTRL):
         return loss, model(**batch)
 
 
-FRONTS: dict[str, type] = {"Distillation": OverDistillation, "ServerDistillation": OverServer, "GKD": OverGKD}
+FRONTS: dict[str, type] = {
+    "Distillation": OverDistillation,
+    # a server has the teacher, and gives the log-probabilities of a few tokens; the loss reads the student's logits
+    "ServerDistillation": OverDistillation,
+    "GKD": OverGKD,
+}
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------

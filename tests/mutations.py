@@ -121,8 +121,8 @@ MUTATIONS = [
     Mutation(
         "a rank runs the packs of another replica",
         "hf_hotspa/data/collator.py",
-        "self._replicas[strategy] = strategy.coord(self.rank).dp",
-        "self._replicas[strategy] = (strategy.coord(self.rank).dp - 1) % strategy.dp",
+        "phase.replicas[phase.bucket.strategy.coord(self.rank).dp] for",
+        "phase.replicas[phase.bucket.strategy.coord(self.rank).dp - 1] for",
         UNIT + "test_collator.py",
     ),
     Mutation(

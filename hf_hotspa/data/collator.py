@@ -37,7 +37,7 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, MiniBatchPlan, Pack, 
 from hf_hotspa.packing.cuts import Piece
 from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.strategy import Bucket
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +243,6 @@ class PackedBucketCollator:
             )
         check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
         self.quadratic_cost, self.policy, self.rules, self.table = quadratic_cost, policy, rules, table
-        self._replicas: dict[Strategy, int] = {}  # this rank's, by strategy
 
     def __call__(self, features: Sequence[Any]) -> MiniBatch:
         """Returns the mini-batch of some rows, with any `HotspaError`, for all ranks to raise.
@@ -273,21 +272,12 @@ class PackedBucketCollator:
 
     def packs_of(self, plan: MiniBatchPlan) -> tuple[tuple[Pack, ...], ...]:
         """Returns the packs of this rank for each phase."""
-        mine = []
-        for phase in plan.phases:
-            strategy = phase.bucket.strategy
-            if strategy not in self._replicas:
-                self._replicas[strategy] = strategy.coord(self.rank).dp
-            mine.append(phase.replicas[self._replicas[strategy]])
-        return tuple(mine)
+        return tuple(phase.replicas[phase.bucket.strategy.coord(self.rank).dp] for phase in plan.phases)
 
     def rows_of(self, plan: MiniBatchPlan) -> tuple[int, ...]:
         """Returns the dataset rows that this rank needs, each once, in order of use."""
-        rows = dict[int, None]()
-        for pack in chain.from_iterable(self.packs_of(plan)):
-            for sequence in pack.sequences:
-                rows[sequence.row] = None
-        return tuple(rows)
+        packs = chain.from_iterable(self.packs_of(plan))
+        return tuple(dict.fromkeys(sequence.row for pack in packs for sequence in pack.sequences))
 
     def of_plan(self, plan: MiniBatchPlan, rows: Mapping[int, Any]) -> MiniBatch:
         """Returns the mini-batch of an existing plan, with any `HotspaError`.
@@ -305,10 +295,7 @@ class PackedBucketCollator:
                         if self.table is not None:
                             self._check_scan(self.table, read[row], row)
             for phase, packs in zip(plan.phases, of_phases, strict=True):
-                micro_batches = list[MicroBatch]()
-                for pack in packs:
-                    micro_batches.append(self._micro_batch(pack, read))
-                phases.append(PhaseBatch(phase.bucket, tuple(micro_batches)))
+                phases.append(PhaseBatch(phase.bucket, tuple(self._micro_batch(pack, read) for pack in packs)))
         except HotspaError as error:
             return MiniBatch(plan, tuple(PhaseBatch(phase.bucket, ()) for phase in plan.phases), error)
         return MiniBatch(plan, tuple(phases))
@@ -371,11 +358,9 @@ class PackedBucketCollator:
         self, values_T: NDArray[np.int64], key: str, pack: Pack, rows: Mapping[int, Row]
     ) -> TokenRangeError:
         at = int(np.flatnonzero((values_T < 0) | (values_T >= self.vocab_size))[0])
-        begin = 0
-        for sequence in pack.sequences:
-            if at < begin + sequence.num_tokens:
-                break
-            begin += sequence.num_tokens
+        ends = np.cumsum(pack.lengths)
+        index = int(np.searchsorted(ends, at, side="right"))
+        sequence, begin = pack.sequences[index], int(ends[index]) - pack.lengths[index]
         # A target is one position before its label.
         position = rows[sequence.row].first + sequence.start + at - begin + (key == "labels")
         return TokenRangeError(
@@ -597,27 +582,26 @@ class RowCollator:
 
     def _cut(self, batch: Mapping[str, Any], counts: list[int]) -> dict[str, Any]:
         ids, longest, out = batch.get("input_ids"), self.longest, dict(batch)
-        if isinstance(ids, Tensor) and ids.dim() == 2 and longest is not None:
-            pieces = self._pieces(batch, ids, longest, counts)
-            if any(counts[:3]):
-                width = max((stop - first for _, first, stop in pieces), default=1)
-                rows = [row for row, _, _ in pieces]
-                for name, value in batch.items():
-                    if (
-                        isinstance(value, Tensor)
-                        and value.is_floating_point()
-                        and value.dim() > 1
-                        and value.shape != ids.shape
-                    ):
-                        raise UnsupportedError(
-                            f"hotspa_overlong={self.policy} with {name} {list(value.shape)} of rows {list(ids.shape)}",
-                            why="its numbers belong to neither tokens nor rows, and cannot be cut with them",
-                            fix="use hotspa_overlong=error, and let the last bucket take the longest row",
-                        )
-                    if isinstance(value, Tensor) and value.shape == ids.shape:
-                        out[name] = _pieces_of(value, pieces, width, name)
-                    elif isinstance(value, Tensor) and value.dim() and len(value) == len(ids):
-                        out[name] = value[rows]
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or longest is None:
+            return out
+        pieces = self._pieces(batch, ids, longest, counts)
+        if not any(counts[:3]):
+            return out
+        width = max((stop - first for _, first, stop in pieces), default=1)
+        rows = [row for row, _, _ in pieces]
+        for name, value in batch.items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape == ids.shape:
+                out[name] = _pieces_of(value, pieces, width, name)
+            elif value.is_floating_point() and value.dim() > 1:
+                raise UnsupportedError(
+                    f"hotspa_overlong={self.policy} with {name} {list(value.shape)} of rows {list(ids.shape)}",
+                    why="its numbers belong to neither tokens nor rows, and cannot be cut with them",
+                    fix="use hotspa_overlong=error, and let the last bucket take the longest row",
+                )
+            elif value.dim() and len(value) == len(ids):
+                out[name] = value[rows]
         return out
 
     def _pieces(
@@ -684,13 +668,9 @@ def with_masks(example: object, row: int) -> Any:
     `UnsupportedError`: a mask is not one number of 0 or 1 for each token, or the row has `label` and no `labels`."""
     if not isinstance(example, Mapping) or (ids := example.get("input_ids")) is None:
         return example
-    for name in LABEL_COLUMNS:
-        if example.get(name) is not None:
-            return example
-    masks = dict[str, Any]()
-    for name, value in example.items():
-        if value is not None and is_loss_mask(name):
-            masks[name] = value
+    if any(example.get(name) is not None for name in LABEL_COLUMNS):
+        return example
+    masks = {name: value for name, value in example.items() if value is not None and is_loss_mask(name)}
     if (label := example.get("label")) is not None:
         what = "one for each token" if np.ndim(label) else "one for the row"
         raise UnsupportedError(

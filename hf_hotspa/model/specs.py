@@ -291,7 +291,8 @@ def _structure(
     ]
     tops = [name.partition(".")[0] for name in lists]
     at, readout = children.index(tops[0]), readout_of(model)
-    head = "" if readout is not None else _module_name(model, model.get_output_embeddings(), _HEAD)
+    what = "output embedding (language-model head)"
+    head = "" if readout is not None else _module_name(model, model.get_output_embeddings(), what)
     return _Structure(
         model, prefix, added, compute_dtype, base,
         layers=lists,
@@ -301,9 +302,6 @@ def _structure(
         head=head,
         readout=readout,
     )  # fmt: skip
-
-
-_HEAD = "output embedding (language-model head)"
 
 
 def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) -> str:
@@ -382,11 +380,8 @@ def auxiliary_layers(model: PreTrainedModel, if_asked: bool) -> int:
 
 def _shape(structure: _Structure) -> ModelShape:
     model, text, plan, vector = structure.model, structure.text, structure.plan, structure.vector
-    num_layers, most, counted = (
-        len(vector.layer_costs),
-        config_value(text, "max_position_embeddings"),
-        structure.counts_from,
-    )
+    num_layers = len(vector.layer_costs)
+    most, counted = config_value(text, "max_position_embeddings"), structure.counts_from
     heads, kv_heads = head_counts(model.config)
     whole_attention, whole_mlp = _whole_shares(model, plan)
     return ModelShape(

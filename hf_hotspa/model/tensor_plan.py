@@ -181,7 +181,7 @@ class TensorPlan:
                     self.cuts[f"{name}.{leaf}"] = Cut(0, (Part(rows, rows, rows),))
                 else:
                     self.partial.add(f"{name}.{leaf}")  # a norm in the embedding sees the tokens of this rank's rows
-        self._blocks = self._find_blocks(layer_prefixes)
+        self._blocks = self._find_blocks()
         for name, block in self._blocks.items():
             try:
                 cut = self._cut(name, block)
@@ -211,10 +211,10 @@ class TensorPlan:
     def _planned(self, name: str) -> str | None:
         return self._plan.get(_pattern(name))
 
-    def _find_blocks(self, layer_prefixes: tuple[str, ...]) -> dict[str, _Block]:
+    def _find_blocks(self) -> dict[str, _Block]:
         blocks: dict[str, _Block] = {}
         for name, module in self.modules.items():
-            if not name.startswith(layer_prefixes):
+            if not name.startswith(self.layer_prefixes):
                 continue
             planned = self._planned(name)
             if planned in (EXPERTS_STYLE, LOCAL_STYLE):
@@ -260,15 +260,13 @@ class TensorPlan:
 
     def _cut_linear(self, cut: _BlockCut, name: str, style: str, parts: tuple[Part, ...] | None) -> None:
         module = self._linear(name)
-        rows = module.in_features if style in (ROWWISE, ROWWISE_SPLIT) else module.out_features
+        is_rowwise = style in (ROWWISE, ROWWISE_SPLIT)
+        rows = module.in_features if is_rowwise else module.out_features
         parts = parts or (Part(rows, rows, rows),)
         cut.styles[name] = style
-        if style in (ROWWISE, ROWWISE_SPLIT):
-            cut.cuts[f"{name}.weight"] = Cut(1, parts)  # the bias is added once, after the sum
-        else:
-            cut.cuts[f"{name}.weight"] = Cut(0, parts)
-            if module.bias is not None:
-                cut.cuts[f"{name}.bias"] = Cut(0, parts)
+        cut.cuts[f"{name}.weight"] = Cut(int(is_rowwise), parts)
+        if module.bias is not None and not is_rowwise:  # which is added once, after the sum
+            cut.cuts[f"{name}.bias"] = Cut(0, parts)
 
     def _unplanned(self, name: str, block: _Block) -> list[tuple[str, nn.Parameter]]:
         inner = [f"{other}." for other in self._blocks if other.startswith(f"{name}.")]

@@ -321,7 +321,7 @@ class Call:
             self.labels.append(sum(of.labels[numbers.start : numbers.stop]))
         self.places, self.mask = list[tuple[int, slice]](), torch.zeros(self.shape, dtype=torch.bool)
         for document in documents:
-            self.places.append((document.row, slice(document.begin, document.begin + len(document.ids))))
+            self.places.append(document.place)
             self.mask[self.places[-1]] = torch.from_numpy(document.targets != IGNORED_LABEL)
         self.results, self.has, self.own = Results(), Wanted(fields=-1), 0.0
         self.head: tuple[float, Comparison | None] = 1.0, None
@@ -459,16 +459,6 @@ class Window:
         return True
 
 
-def _documents_of(
-    window: Window, read: Callable[[Batch], list[Document]]
-) -> tuple[list[list[Document]], HotspaError | None]:
-    """The documents of announced batches; none of them after an error, which is returned."""
-    try:
-        return [read(batch) for batch in window.batches], None
-    except HotspaError as wrong:
-        return [[] for _ in window.batches], wrong
-
-
 @dataclass(eq=False)
 class Step(TrainedStep):
     """What each step of the optimizer begins anew."""
@@ -513,7 +503,12 @@ class Steps:
     def enrol(self, window: Window, read: Callable[[Batch], list[Document]], training: bool) -> None:
         """Adds the calls of an announced step. Collective. Raises `HotspaError`: on every rank: one cannot read a batch,
         or has announced another number."""
-        documents, error = _documents_of(window, read)
+        documents: list[list[Document]] = [[] for _ in window.batches]
+        error: HotspaError | None = None
+        try:
+            documents = [read(batch) for batch in window.batches]
+        except HotspaError as wrong:
+            error = wrong
         values = chain.from_iterable(facts_of(mine, window.num_items) for mine in documents)
         arrived = self.passes.exchange.facts([error is not None, len(documents), *values])
         if any(int(part[0]) or int(part[1]) != len(documents) for part in arrived):

@@ -5,6 +5,7 @@ that follows. `Passes` drops these when something else runs or the weights chang
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
@@ -62,6 +63,11 @@ class Document(Row):
     row: int
     begin: int
     side: int = 0  # tokens with `SideInputs`
+
+    @property
+    def place(self) -> tuple[int, slice]:
+        """Its row in the batch, and its columns there."""
+        return self.row, slice(self.begin, self.begin + len(self.ids))
 
 
 def read_batch(
@@ -488,7 +494,7 @@ class Passes:
         evaluates = not (of_step or mode.training or store is not None)
         keeps = of_step and store is None and not wanted.auxiliary
         key = None if store is None else id(store), mode.training, mode.step
-        try:
+        with self._running(mode):
             plan, mini_batch = self.planned(documents, some, mode.step, evaluates)
             if self._scored is None or self._scored[0] != key:
                 self.let_go()
@@ -502,18 +508,11 @@ class Passes:
                 self.let_go()
             self.counts["scoring"] += 1
             return replace(self._collect(documents, plan, wanted), own=result.loss_sum)
-        except BaseException:
-            self._drop()
-            raise
-        finally:
-            self.taping.tape = None
-            if mode.against is not None:
-                mode.against.end()
 
     def train(self, step: TrainedStep, some: Sequence[int], mode: Mode, wanted: Wanted, upstream: Upstream) -> Results:
         """Trains some documents of a step with upstream gradients; adds to its gradients. Collective."""
         documents, sends = step.documents, list[dist.Work]()
-        try:
+        with self._running(mode):
             plan, mini_batch = self.planned(documents, some, mode.step)
             if self._scored is not None and self._scored[0] != (None, mode.training, mode.step):
                 self.let_go()
@@ -542,6 +541,12 @@ class Passes:
             step.passes.append((plan, report))
             step.has_gradients, step.gradient_version = True, self.engine.master.gradient_version
             return replace(self._collect(documents, plan, wanted), own=report.loss)
+
+    @contextmanager
+    def _running(self, mode: Mode) -> Iterator[None]:
+        """Ends the pass that runs inside; after an error drops the step."""
+        try:
+            yield
         except BaseException:
             self._drop()
             raise

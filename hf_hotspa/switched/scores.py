@@ -23,6 +23,16 @@ WITH_ARG_MAX = len(FIELDS) + 1
 """The number of fields of which the last is the token with the largest z, also without a label. Exact below 2**24."""
 
 
+def over_shards(
+    x: Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """Reduces over the shards of the vocabulary, in place; `group` is None if it is whole."""
+    if group is not None:
+        with CLOCK.waiting:
+            dist.all_reduce(x, operation, group=group)
+    return x
+
+
 class _Scores(torch.autograd.Function):
     """All of `FIELDS`; the first two with a gradient: dH/dz = -p (log p + H)."""
 
@@ -34,16 +44,9 @@ class _Scores(torch.autograd.Function):
         z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         tokens, width = z.shape
         lowest = torch.finfo(z.dtype).min
-
-        def over_shards(x: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-            if group is not None:
-                with CLOCK.waiting:
-                    dist.all_reduce(x, operation, group=group)
-            return x
-
         own_peak = z.amax(-1).clamp_(min=lowest) if width else z.new_full((tokens,), lowest)
-        peak = over_shards(own_peak.clone(), dist.ReduceOp.MAX)
-        log_total = over_shards((z - peak[:, None]).exp().sum(-1)).log()
+        peak = over_shards(own_peak.clone(), group, dist.ReduceOp.MAX)
+        log_total = over_shards((z - peak[:, None]).exp().sum(-1), group).log()
         log_p = (z - (peak + log_total)[:, None]).clamp_(
             min=lowest
         )  # -inf for a masked row, where p * log_p would be NaN
@@ -52,7 +55,7 @@ class _Scores(torch.autograd.Function):
         mine = (local >= 0) & (local < width) & (labels != IGNORE)
         row = torch.where(mine, local, 0)
         own = torch.where(mine, z.gather(-1, row[:, None])[:, 0], 0.0) if width else z.new_zeros(tokens)
-        sums = over_shards(torch.stack([own, -(p * log_p).sum(-1), (p * p).sum(-1), z.sum(-1) / vocab_size]))
+        sums = over_shards(torch.stack([own, -(p * log_p).sum(-1), (p * p).sum(-1), z.sum(-1) / vocab_size]), group)
         valid, is_top = labels != IGNORE, sums[0] >= peak
         entropy = sums[1]
         ctx.save_for_backward(log_p, p, row, mine, valid, entropy)
@@ -61,7 +64,7 @@ class _Scores(torch.autograd.Function):
         values = torch.where(valid, values, 0.0)
         if with_arg_max:  # the first shard's of several equal ones, as of one process
             best = z.argmax(-1) + first_row if width else labels.new_zeros(tokens)
-            best = over_shards(torch.where(own_peak == peak, best, vocab_size), dist.ReduceOp.MIN)
+            best = over_shards(torch.where(own_peak == peak, best, vocab_size), group, dist.ReduceOp.MIN)
             values = torch.cat([values, best[None].to(z.dtype)])
         ctx.mark_non_differentiable(values[2:])
         return values[0], values[1], values[2:]

@@ -25,11 +25,12 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import whole_parameters
 from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
 from hf_hotspa.model.replica import Attachment, Replica
-from hf_hotspa.parallel.collectives import CLOCK, Context
+from hf_hotspa.parallel.collectives import Context
 from hf_hotspa.parallel.loss import IGNORE
 from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.switched.model_object import as_built
+from hf_hotspa.switched.scores import over_shards
 from hf_hotspa.switched.tape import pieces
 
 SLICE_BYTES = 16 << 20  # of a chunk's logits whose probabilities exist at a time
@@ -56,29 +57,22 @@ class _Divergence(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         tokens, width = logits.shape
         lowest = torch.finfo(wide).min
-
-        def over_shards(x: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-            if group is not None:
-                with CLOCK.waiting:
-                    dist.all_reduce(x, operation, group=group)
-            return x
-
         peaks = torch.full((2, tokens), lowest, dtype=wide, device=logits.device)
         if width:
             for row, z in zip(peaks, (logits, others), strict=True):
                 row.copy_(z.amax(-1)).div_(temperature).clamp_(min=lowest)
-        over_shards(peaks, dist.ReduceOp.MAX)
+        over_shards(peaks, group, dist.ReduceOp.MAX)
         totals = torch.zeros_like(peaks)
         for part in _slices(tokens, width, wide):
             for total, peak, z in zip(totals, peaks, (logits, others), strict=True):
                 total[part] = (z[part].to(wide) / temperature).sub_(peak[part, None]).exp_().sum(-1)
-        log_totals = peaks + over_shards(totals).log_()
+        log_totals = peaks + over_shards(totals, group).log_()
         sums = peaks.new_zeros(3, tokens)
         for part in _slices(tokens, width, wide):
             log_p, log_q = _log_probabilities((logits, others), log_totals, part, temperature)
             sums[0, part], sums[1, part] = _divergences(log_p, log_q, beta)
             sums[2, part] = -(log_p.exp() * log_p).sum(-1)
-        divergence, of_student, entropy = over_shards(sums)
+        divergence, of_student, entropy = over_shards(sums, group)
         ctx.save_for_backward(logits, others, valid, log_totals, of_student, entropy)
         ctx.beta, ctx.temperature = beta, temperature
         return torch.where(valid, divergence, 0.0), torch.where(valid, entropy, 0.0)

@@ -354,36 +354,31 @@ class Recorded:
             if not document.side:
                 made.append(None)
                 continue
-            columns = slice(document.begin, document.begin + len(document.ids))
-            places = (self._ids[document.row, columns] == self._wire.image_id).nonzero()[:, 0]
-            at = document.begin + places
-            dtype = getattr(torch, self._wire.dtype)
+            at, dtype = self._columns(document), getattr(torch, self._wire.dtype)
             leaf = self._features(document, at).detach().to(dtype, copy=True).requires_grad_(trained)
-            made.append(Picture(leaf, places.cpu(), self._positions_of(document, columns), ways))
+            made.append(Picture(leaf, (at - document.begin).cpu(), self._positions_of(document), ways))
         return made
 
     def live(self, documents: Sequence[Document]) -> list[Tensor]:
         """[K, n, h] of each document with images, with their graph."""
-        made = []
-        for document in documents:
-            if document.side:
-                columns = slice(document.begin, document.begin + len(document.ids))
-                at = document.begin + (self._ids[document.row, columns] == self._wire.image_id).nonzero()[:, 0]
-                made.append(self._features(document, at))
-        return made
+        return [self._features(document, self._columns(document)) for document in documents if document.side]
+
+    def _columns(self, document: Document) -> Tensor:
+        """int64 [n]: of a document's image tokens in the batch."""
+        return document.begin + (self._ids[document.place] == self._wire.image_id).nonzero()[:, 0]
 
     def _features(self, document: Document, at: Tensor) -> Tensor:
         tables = [self._embeds[document.row, at], *(table[self._rank[document.row, at]] for table in self._deep)]
         return torch.stack([table.to(tables[0].dtype) for table in tables])
 
-    def _positions_of(self, document: Document, columns: slice) -> Tensor | None:
+    def _positions_of(self, document: Document) -> Tensor | None:
         """[3, L] of a document; None if they count its tokens."""
-        positions, wire = self._positions, self._wire
+        positions, wire, (row, columns) = self._positions, self._wire, document.place
         counted = torch.arange(len(document.ids))
         if positions is not None and positions.dim() == 3 and wire.has_positions:
-            return positions[-3:, document.row, columns].cpu()
+            return positions[-3:, row, columns].cpu()
         if positions is not None and (
-            positions.dim() != 2 or not torch.equal(positions[document.row % len(positions), columns].cpu(), counted)
+            positions.dim() != 2 or not torch.equal(positions[row % len(positions), columns].cpu(), counted)
         ):
             raise _unsupported("gives its language model other positions than the places of tokens")
         return counted.expand(3, -1).contiguous() if wire.has_positions else None
@@ -415,11 +410,11 @@ def _ways_of(mask: object, window: int | None, several: Sequence[tuple[Document,
         return {False}
     ways, allowed = set[bool](), mask if mask.dtype == torch.bool else mask == 0
     for document, picture in several:
-        columns = slice(document.begin, document.begin + len(document.ids))
+        row, columns = document.place
         blocks = torch.full((len(document.ids),), -1, device=allowed.device)
         causal = mask_of_blocks(blocks, window)
         blocks[picture.places] = picture.blocks().to(blocks)
-        own = allowed[document.row, 0, columns, columns]
+        own = allowed[row, 0, columns, columns]
         if torch.equal(own, both := mask_of_blocks(blocks, window)) and not torch.equal(both, causal):
             ways.add(True)
         elif torch.equal(own, causal):
