@@ -291,6 +291,7 @@ class Case:
         four_bit: Whether the model is quantized to nf4.
         change: Makes a subclass of the trainer.
         begun: Steps that were trained before, in a run of TRL's; with `save_only_model` in a run of the same side.
+        model: Instead of the tiny one of the family.
     """
 
     kind: str
@@ -308,6 +309,7 @@ class Case:
     four_bit: bool = False
     change: Callable[[Any], Any] = lambda cls: cls
     begun: int = 0
+    model: Any = None
 
 
 def recorded(cls: Any, of_images: bool = False) -> Any:
@@ -361,7 +363,9 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
     trainer, config = classes(case.kind, pool is not None)
     trainer = case.change(trainer)
     set_seed(0)
-    if case.kind == "Reward":
+    if case.model is not None:
+        model = case.model
+    elif case.kind == "Reward":
         model = headed(case.family, "regression", 1, case.dtype, **SMALL)
     elif case.four_bit:
         model = quantized(case.family, case.dtype, model=SMALL | WIDE)

@@ -9,7 +9,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_hotspa.trl import ONLINE
 from tests import trl_runs
 from tests.moves import STRATEGIES, Kit, Move, Seen, losing
 from tests.moves.checkpoints import everyone, flat, folders, loaded
@@ -22,22 +21,21 @@ OF_GROUPS: dict[str, Any] = {**RL, "max_steps": 3}
 
 
 def of_trl(
-    kit: Kit, kind: str, data: Any, model: Any = None, cls: Callable[[Any], Any] | None = None, **fields: Any
+    kit: Kit,
+    kind: str,
+    data: Any,
+    model: Any = None,
+    cls: Callable[[Any], Any] | None = None,
+    given: Any = None,
+    **fields: Any,
 ) -> Any:
     """TRL's trainer of a kind, or ours. `given` is for the constructor; `cls` makes the user's subclass."""
-    trainer, config = trl_runs.classes(kind, not kit.stock)
-    given = {"processing_class": trl_runs.tokenizer(), **fields.pop("given", {})}
-    if kind in ONLINE:
-        trainer = trl_runs.recorded(trainer)
-        given.setdefault("reward_funcs", [trl_runs.reward])
-    own = {} if kit.default else {"hotspa_strategies": STRATEGIES[kit.world_size]}
-    fields = {**trl_runs.COMMON, "max_steps": 3, "output_dir": str(kit.folder / "out"), **fields}
-    args = config(**fields, **({} if kit.stock else {**own, "hotspa_report": False}))
-    rows = trl_runs.rows(data, str(kit.folder)) if isinstance(data, str) else data
-    model = trl_runs.small(dtype=SINGLE) if model is None else model
-    trainer = cls(trainer) if cls else trainer
-    kit.trainers.append(trainer(model=model, args=args, train_dataset=rows, callbacks=[kit.counter], **given))
-    return kit.trainers[-1]
+    own = {"callbacks": [kit.counter], **(given or {})} | ({} if isinstance(data, str) else {"train_dataset": data})
+    case = trl_runs.Case(kind, ("", ""), data, {"max_steps": 3, **fields}, dtype=SINGLE, given=lambda: own, model=model)
+    case.change = cls or case.change
+    trainer = trl_runs.made(case, str(kit.folder / "out"), None if kit.stock else STRATEGIES[kit.world_size])
+    kit.trainers.append(trainer)
+    return trainer
 
 
 def trained(trainer: Any, resume: Any = None) -> Seen:
@@ -56,7 +54,6 @@ def counted(log: dict[str, Any]) -> dict[str, Any]:
 
 def adapter_of_sft(kit: Kit) -> Seen:
     lora = LoraConfig(**SMALL_LORA, init_lora_weights="gaussian")
-    torch.manual_seed(0)
     first = of_trl(kit, "SFT", "text", given={"peft_config": lora})
     seen = trained(first)
     first.save_model(str(kit.folder / "sft"))
@@ -77,17 +74,8 @@ def rewards_by_progress(kit: Kit) -> Seen:
 def grpo_lora_resumed(kit: Kit) -> Seen:
     for place in (None, str(kit.folder / "out" / "checkpoint-2")):
         lora = LoraConfig(**SMALL_LORA, init_lora_weights=False)
-        torch.manual_seed(1 if place else 0)
-        trainer = of_trl(
-            kit,
-            "GRPO",
-            "prompts",
-            given={"peft_config": lora},
-            save_strategy="steps",
-            save_steps=2,
-            **RL,
-            max_steps=4,
-        )
+        fields: dict[str, Any] = {**RL, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        trainer = of_trl(kit, "GRPO", "prompts", given={"peft_config": lora}, **fields)
         seen = trained(trainer, place)
         everyone(kit)
     return seen
@@ -101,7 +89,6 @@ def without_undesirable(kit: Kit) -> Seen:
 
 def own_reference(kit: Kit) -> Seen:
     reference = trl_runs.small(dtype=SINGLE, seed=1)
-    torch.manual_seed(0)
     lora = LoraConfig(**SMALL_LORA, init_lora_weights=False)
     return trained(of_trl(kit, "DPO", "pairs", given={"peft_config": lora, "ref_model": reference}))
 
@@ -269,7 +256,6 @@ def best_adapter(kit: Kit) -> Seen:
 
 
 def merged_after_training(kit: Kit) -> Seen:
-    torch.manual_seed(0)
     trainer = of_trl(kit, "SFT", "text", given={"peft_config": LoraConfig(**SMALL_LORA, init_lora_weights="gaussian")})
     seen = trained(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()

@@ -65,21 +65,15 @@ class Wire:
     def fetch(self, of: Documents, exchange: Exchange, requires_grad: bool) -> None:
         """Sends pictures to the ranks that have just received the tokens of their rows."""
         dtype, moves = getattr(torch, self.dtype), [move for move in of.moved if of.side[move.document]]
-        sent = dict[int, Tensor]()
-        for move in moves:
-            if move.source == exchange.rank:
-                sent[move.document] = self._numbers(of.beside[move.document])
+        mine = {move.document for move in moves if move.source == exchange.rank}
+        sent = {number: self._numbers(of.beside[number]) for number in mine}
         sized = [move._replace(size=2 + 3 * of.lengths[move.document] * self.has_positions) for move in moves]
         for move, numbers in exchange.deliver("rows", sized, sent, torch.int32):
             places = torch.from_numpy((of.rows[move.document].ids == self.image_id).nonzero()[0])
             positions = numbers[2:].view(3, -1).long() if self.has_positions else None
             of.beside[move.document] = Picture(None, places, positions, int(numbers[0]), int(numbers[1]))
         sized = [move._replace(size=self.tables * of.side[move.document] * self.hidden) for move in moves]
-        features = {
-            move.document: of.beside[move.document].features.detach().to("cpu", dtype).flatten()
-            for move in moves
-            if move.source == exchange.rank
-        }
+        features = {number: of.beside[number].features.detach().to("cpu", dtype).flatten() for number in mine}
         for move, numbers in exchange.deliver("rows", sized, features, dtype):
             of.beside[move.document].features = (
                 numbers.view(self.tables, -1, self.hidden).clone().requires_grad_(requires_grad)
