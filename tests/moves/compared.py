@@ -30,9 +30,9 @@ def run_both(
 ) -> dict[str, list[tuple[Any, Any, int, bool]]]:
     """Of each move what the stock Trainer shows, if ours must be equal; what ours shows; how many steps ours had made; and
     whether every `hotspa_*` flag was at its default, which is a second try of what is left to `Trainer`."""
-    results: dict[str, list[tuple[Any, Any, int, bool]]] = {}
+    moves, results = every(), dict[str, list[tuple[Any, Any, int, bool]]]()
     for number, name in enumerate(names):
-        move, stock = every()[name], None
+        move, stock = moves[name], None
         outcomes = results.setdefault(name, [])
         for own, default in ((False, False), (True, False), (True, True))[: 2 + move.left]:
             if not own and move.error and not move.left:

@@ -13,7 +13,6 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hf_hotspa.engine.loading import SavedModel, has_weights, load_weights, open_model
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, ModelError, UnsupportedError
-from hf_hotspa.model import model_check
 from hf_hotspa.model.model_check import check_model
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.specs import describe_model
@@ -272,25 +271,6 @@ def test_a_model_of_ones_own_buffers_on_meta_is_refused(tmp_path):
         check_model(model, describe_model(model), folder)
     with pytest.raises(UnsupportedError, match="has weights, and others are to be read"):
         check_model(tiny_model("llama_gqa_bias"), describe_model(tiny_model("llama_gqa_bias")), folder)
-
-
-def test_a_model_in_memory_is_read_for_its_digest_once_when_the_engine_starts(tmp_path, monkeypatch):
-    from tests.training_runs import make_trainer
-
-    trainer = make_trainer(str(tmp_path), 1)
-    read = []
-    for name in ("bit_sum", "_placed_bits"):  # of buffers, and of parameters
-        original = getattr(model_check, name)
-        monkeypatch.setattr(model_check, name, lambda t, original=original: (read.append(t.data_ptr()), original(t))[1])
-    switched = trainer.switched
-    # buffers, too: they are compared between ranks
-    assert sorted(read) == sorted(t.data_ptr() for t in [*trainer.model.parameters(), *trainer.model.buffers()])
-    read.clear()
-    assert trainer.switched is switched
-    assert not read
-    switched.take_changes()  # the user may have changed the weights in between
-    assert sorted(read) == sorted(p.data_ptr() for p in trainer.model.parameters())
-    trainer.close_engine()
 
 
 def test_flags_of_ranks_travel_as_few_numbers():

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.replica import recompute_layers
@@ -42,16 +41,6 @@ def test_a_refusal_has_the_name_that_was_written():
 def test_how_workers_start_where_there_is_no_such_argument():
     assert workers_context(Older()) is None
     assert workers_context(SimpleNamespace(dataloader_multiprocessing_context="fork")) == "fork"
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_every_nth_layer_is_recomputed(every):
-    model = tiny_model("llama_gqa_bias")
-    recompute_layers(model, checkpoint, every)
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    assert [m.gradient_checkpointing for m in layers] == [i % every == 0 for i in range(len(layers))]
-    assert len(layers) == model.config.num_hidden_layers
-    assert all(m._gradient_checkpointing_func is checkpoint for m in layers)
 
 
 def test_a_family_that_cannot_says_so():
