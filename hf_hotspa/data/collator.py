@@ -384,15 +384,19 @@ def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
     parts = [rows[s.row].columns[name] for s in pack.sequences]
     other = next((s.row for s, part in zip(pack.sequences, parts, strict=True) if part.ndim != parts[0].ndim), None)
     if other is not None:
-        raise DataError(
-            f"the column {name!r} has a number for each token in some rows and one number in others",
-            where=f"dataset rows {pack.sequences[0].row} and {other}",
-            fix="use one of the two in all rows",
-        )
+        raise _mixed(name, f"dataset rows {pack.sequences[0].row} and {other}")
     if parts[0].ndim == 0:
         return torch.from_numpy(np.stack(parts))
     cut = [part[s.start : s.stop] for s, part in zip(pack.sequences, parts, strict=True)]
     return torch.from_numpy(np.concatenate(cut))[None]
+
+
+def _mixed(name: str, where: str | None = None) -> DataError:
+    return DataError(
+        f"the column {name!r} has a number for each token in some rows and one number in others",
+        where=where,
+        fix="use one of the two in all rows",
+    )
 
 
 # -- idle packs -------------------------------------------------------------------------------------------------------
@@ -654,10 +658,7 @@ def _within_batch(error: HotspaError, whole: str = "the batch") -> HotspaError:
 
 def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
     if len({value.ndim for value in values}) > 1:
-        raise DataError(
-            f"the column {name!r} has a number for each token in some rows and one number in others",
-            fix="use one of the two in all rows",
-        )
+        raise _mixed(name)
     if not values[0].ndim:
         return torch.from_numpy(np.stack(values))
     return torch.from_numpy(np.stack([np.pad(value, (0, width - len(value))) for value in values]))

@@ -247,12 +247,8 @@ def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
 def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> tuple[int, ...]:
     """Returns the ranks of a replica that compute logits; with `writers` only shard rank 0, which writes what all
     shards have in common."""
-    ranks = []
-    for rank in replica_ranks(strategy, replica):
-        coord = strategy.coord(rank)
-        if coord.pp == strategy.pp - 1 and not (writers and coord.tp):
-            ranks.append(rank)
-    return tuple(ranks)
+    coords = ((rank, strategy.coord(rank)) for rank in replica_ranks(strategy, replica))
+    return tuple(rank for rank, at in coords if at.pp == strategy.pp - 1 and not (writers and at.tp))
 
 
 class Move(NamedTuple):
