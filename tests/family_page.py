@@ -55,7 +55,7 @@ Why:
 
 If tp holds a complete block, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving memory.
 
-`python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and rewrites the page; `python -m tests.family_sweep qwen3` runs one family.
+`python -m tests.family_sweep` runs the sweep (about 20 minutes on two cores) and rewrites the page; `python -m tests.family_sweep qwen3` runs one family.
 """
 
 
@@ -138,10 +138,10 @@ def _groups(families: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(f"| {found or 'nothing: exact'} | {', '.join(names)} |" for found, names in ordered)
 
 
-def render_page(results: Mapping[str, Any], minutes: int = 20) -> str:
+def render_page(results: Mapping[str, Any]) -> str:
     families = results["families"]
     return _HEAD.format(
-        version=results["transformers"], counts=_counts(families), groups=_groups(families), minutes=minutes,
+        version=results["transformers"], counts=_counts(families), groups=_groups(families),
         images=", ".join(sorted(VISION_FAMILIES)),
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from hf_hotspa.model.model_kind import other_half
-from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
 from tests.oracle import exact_in_double
@@ -37,37 +36,28 @@ def errors_of(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def image_errors(
-    rank: int,
-    world: int,
-    family: str,
-    bucket_lists: Sequence[str],
-    frozen: str = "all",
-    options: dict[str, Any] | None = None,
-    change: Callable[[SwitchedModel], None] | None = None,
+    rank: int, world: int, family: str, bucket_lists: Sequence[str], frozen: str
 ) -> dict[str, tuple[float, float, float]]:
     """By buckets: the errors of the loss and of the gradients of the language model and of the other half."""
     found = {}
     plain = vision_model(family).train()
     freeze(plain, frozen)
     losses, expected = vision_reference(plain, family, [rows_with_images(family, each) for each in range(world)])
+    trained = {name for name, p in plain.named_parameters(remove_duplicate=False) if p.requires_grad}
+    batch = batch_of_images(family, rows_with_images(family, rank))
     for buckets in bucket_lists:
         model = vision_model(family)
         freeze(model, frozen)
-        switched = SwitchedModel(model, parse_buckets(buckets), EngineOptions(**options or {})).train()
-        if change is not None:
-            change(switched)
-        batch = batch_of_images(family, rows_with_images(family, rank))
-        with exact_in_double(torch.float64):
-            loss = switched(**batch).loss
+        switched, seen = SwitchedModel(model, parse_buckets(buckets)).train(), list[float]()
+
+        def backward(called: SwitchedModel, seen: list[float] = seen) -> None:
+            loss = called(**batch).loss
             loss.backward()
-            switched.flush()
-            gradients = switched.engine.full_gradients()
-        trained = {
-            name: g
-            for name, g in expected.items()
-            if dict(plain.named_parameters(remove_duplicate=False))[name].requires_grad
-        }
-        found[buckets] = abs(float(loss.detach()) - losses[rank]), *errors_of(gradients, trained)
+            seen.append(float(loss.detach()))
+
+        gradients = gradients_of(switched, backward)
+        errors = errors_of(gradients, {name: g for name, g in expected.items() if name in trained})
+        found[buckets] = abs(seen[0] - losses[rank]), *errors
         switched.close()
     return found
 

@@ -36,7 +36,9 @@ ALONE = ENGINE + "test_one_process_runs_the_same_path"
 HEADS = "tests/gloo/test_token_heads.py::test_losses_predictions_and_gradients_are_those_of_the_plain_model["
 LORA = "tests/gloo/test_lora.py::"
 IMAGES = "tests/gloo/test_images.py::test_losses_and_gradients_are_those_of_the_plain_model[2-cases0]"
-CALLERS_OF_IMAGES = "tests/gloo/test_images.py::test_callers_may_use_logits_factors_and_several_calls[2-qwen3_vl-dp2:24,tp2:200-options0]"
+CALLERS_OF_IMAGES = (
+    "tests/gloo/test_images.py::test_callers_may_use_logits_factors_and_several_calls[2-qwen3_vl-dp2:24,tp2:200]"
+)
 
 MUTATIONS = [
     # -- rows with images

@@ -30,32 +30,30 @@ from tests.vision_models import (
 
 pytestmark = pytest.mark.gloo
 
-Case = tuple[str, str, tuple[str, ...], dict[str, str]]
-"""Family, what is frozen, buckets, engine options."""
+Case = tuple[str, str, tuple[str, ...]]
+"""Family, what is frozen, buckets."""
 
 TWO: tuple[Case, ...] = (
-    ("qwen3_vl", "none", ("dp2:24,tp2+sp:200", "cp2+ck9+rc:200"), {}),
-    ("gemma3", "tower", ("cp2:24,pp2:200",), {}),
-    ("gemma4", "none", ("cp2:24,tp2+sp:200",), {}),
+    ("qwen3_vl", "none", ("dp2:24,tp2+sp:200", "cp2+ck9+rc:200")),
+    ("gemma3", "tower", ("cp2:24,pp2:200",)),
+    ("gemma4", "none", ("cp2:24,tp2+sp:200",)),
 )
 SHORT = ("dp2:24,tp2:200", "tp2+sp+rc:200", "cp2:200", "dp2+z3:200", "pp2+z2:24,dp2:200")
 WIDE_2: tuple[Case, ...] = (
-    *((family, "none", SHORT, {}) for family in VISION_FAMILIES),
-    *((family, "language", SHORT, {}) for family in ("qwen3_vl", "gemma3")),
+    *((family, "none", SHORT) for family in VISION_FAMILIES),
+    *((family, "language", SHORT) for family in ("qwen3_vl", "gemma3")),
 )
 WIDE_4: tuple[Case, ...] = tuple(
-    (family, "none", ("dp4:24,dp2tp2:60,cp2tp2+sp:200", "cp4+z3:200", "dp2cp2+rc:200"), {})
+    (family, "none", ("dp4:24,dp2tp2:60,cp2tp2+sp:200", "cp4+z3:200", "dp2cp2+rc:200"))
     for family in ("qwen3_vl", "gemma3", "mistral3")
 )
 
 
 def errors(rank, world, cases):
     found = {}
-    for family, frozen, buckets, options in cases:
-        found |= {
-            f"{family} {name}": numbers
-            for name, numbers in image_errors(rank, world, family, buckets, frozen, options).items()
-        }
+    for family, frozen, buckets in cases:
+        of_family = image_errors(rank, world, family, buckets, frozen)
+        found |= {f"{family} {name}": numbers for name, numbers in of_family.items()}
     return found
 
 
@@ -122,7 +120,7 @@ def patches_of(batches):
     return sum(len(each) if each.dim() == 2 else each.numel() // (3 * 14 * 14) for each in pixels)
 
 
-def called(rank, world, family, buckets, options):
+def called(rank, world, family, buckets):
     """The errors of gradients, of reported patches, of losses and logits without gradients, and what else is to be 0."""
     mine = [rows_with_images(family, 0), image_rows(family, [(9, []), (30, []), (4, [])])]
     rows, plain, numbers = mine[rank % 2], vision_model(family).train(), {}
@@ -135,7 +133,7 @@ def called(rank, world, family, buckets, options):
         "scored": partial(of_scored_loss, batch),
         "towers again": partial(of_towers_again, family, rows),
     }
-    switched = SwitchedModel(vision_model(family), parse_buckets(buckets), EngineOptions(**options)).train()
+    switched = SwitchedModel(vision_model(family), parse_buckets(buckets)).train()
     for name, backward in calls.items():
         found = gradients_of(switched, backward)
         half = 0.5 if name == "double" else 1.0
@@ -168,18 +166,18 @@ def called(rank, world, family, buckets, options):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "family", "buckets", "options"),
+    ("world_size", "family", "buckets"),
     [
-        (2, "qwen3_vl", "dp2:24,tp2:200", {}),
-        pytest.param(2, "gemma3", "pp2:200", {}, marks=pytest.mark.slow),
-        pytest.param(2, "mistral3", "tp2+sp+ck9:200", {}, marks=pytest.mark.slow),
-        pytest.param(4, "qwen2_5_vl", "dp4:24,cp2tp2:200", {}, marks=pytest.mark.slow),
-        pytest.param(4, "qwen3_vl", "dp4:24,dp2pp2:60,dp2tp2+rc:200", {}, marks=pytest.mark.slow),
+        (2, "qwen3_vl", "dp2:24,tp2:200"),
+        pytest.param(2, "gemma3", "pp2:200", marks=pytest.mark.slow),
+        pytest.param(2, "mistral3", "tp2+sp+ck9:200", marks=pytest.mark.slow),
+        pytest.param(4, "qwen2_5_vl", "dp4:24,cp2tp2:200", marks=pytest.mark.slow),
+        pytest.param(4, "qwen3_vl", "dp4:24,dp2pp2:60,dp2tp2+rc:200", marks=pytest.mark.slow),
     ],
 )
-def test_callers_may_use_logits_factors_and_several_calls(world_size, family, buckets, options):
+def test_callers_may_use_logits_factors_and_several_calls(world_size, family, buckets):
     """And a rank may have no images; another image changes no other row."""
-    for rank, (numbers, changed) in enumerate(run_ranks(world_size, called, family, buckets, options, timeout=400)):
+    for rank, (numbers, changed) in enumerate(run_ranks(world_size, called, family, buckets, timeout=400)):
         assert max(numbers.values()) < 1e-11, numbers
         assert changed == ([False, True, False] if rank % 2 == 0 else [False] * 3)
 

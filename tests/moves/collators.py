@@ -15,7 +15,7 @@ from transformers import (
     default_data_collator,
 )
 
-from tests.moves import STRATEGIES, Drawn, Kit, Move, Seen, padded
+from tests.moves import Drawn, Kit, Move, Seen, padded
 
 PAD = 3
 
@@ -159,19 +159,12 @@ def with_embeddings(examples: Any) -> Any:
     return {**batch, "inputs_embeds": torch.zeros(*batch["input_ids"].shape, 32)}
 
 
-def packed_bucket(strategies: str = "", **changes: Any) -> Callable[[Kit], Seen]:
-    def run(kit: Kit) -> Seen:
-        from hf_hotspa import PackedBucketCollator, parse_buckets
+def packed_bucket(kit: Kit) -> Seen:
+    from hf_hotspa import PackedBucketCollator, parse_buckets
 
-        collator = None
-        args = kit.arguments()
-        if not kit.stock:
-            buckets = parse_buckets(strategies or STRATEGIES[kit.world_size])
-            own = {"rank": args.process_index, "vocab_size": 163, **changes}
-            collator = PackedBucketCollator(buckets, **own)
-        return kit.train(kit.trainer(args=args, data_collator=collator))
-
-    return run
+    args = kit.arguments()
+    own = PackedBucketCollator(parse_buckets("dp1:60@60"), rank=args.process_index, vocab_size=163)
+    return kit.train(kit.trainer(args=args, data_collator=None if kit.stock else own))
 
 
 MOVES: tuple[Move, ...] = (
@@ -248,7 +241,7 @@ MOVES: tuple[Move, ...] = (
     ),
     Move(
         "`PackedBucketCollator`",
-        packed_bucket("dp1:60@60"),
+        packed_bucket,
         ours="a log line reports that the trainer packs rows itself, by the strategies of the arguments",
     ),
 )

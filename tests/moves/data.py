@@ -81,9 +81,9 @@ def with_metrics(kit: Kit) -> Seen:
     return {**seen, **{name: found[name] for name in names}}
 
 
-def refused_rows(change: Any, side: str = "right") -> Any:
+def refused_rows(change: Any) -> Any:
     def run(kit: Kit) -> Seen:
-        rows = padded_rows(kit, side)
+        rows = padded_rows(kit)
         change(rows[5])
         return train(kit, rows)
 
