@@ -158,8 +158,10 @@ def test_errors_are_carried_by_name(change, error, message):
 
 def test_an_error_in_the_middle_of_a_pack_names_row_and_position():
     rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3, 200]}, {"input_ids": [1, 2, 3]}]
-    mini_batch = collate(rows, buckets=parse_buckets("dp1:4@16"))
-    assert "dataset row 1, position 3" in str(mini_batch.error)
+    begins = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [200, 2, 3]}]
+    for wrong, position in ((rows, 3), (begins, 0)):
+        mini_batch = collate(wrong, buckets=parse_buckets("dp1:4@16"))
+        assert f"dataset row 1, position {position}" in str(mini_batch.error)
     rows = [{"input_ids": [1] * 7, "labels": [1] * 6 + [200]}]  # second piece of a split row
     mini_batch = collate(rows, buckets=parse_buckets("dp1:4@16"), policy="split")
     assert "labels holds 200" in str(mini_batch.error)
