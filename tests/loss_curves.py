@@ -9,14 +9,57 @@ import tempfile
 from typing import Any
 
 import torch
+from transformers import TrainerCallback, TrainingArguments
 
-from tests.gloo.test_trainer import THREE, dataset_rows, hotspa_run, stock_run
+from tests.families import tiny_model
+from tests.gloo.test_trainer import COMMON, MINI_BATCH, THREE, _LossRecorder, dataset_rows
 from tests.harness import run_ranks
+from tests.moves import padded
 
 FAMILY, STEPS = "llama_gqa_bias", 200
-_RUN = {"learning_rate": 2e-3}
-"""With `bf16` the stock Trainer computes under autocast and keeps fp32 weights; ours has weights and activations of the
-strategies in bf16."""
+_RUN = {**COMMON, "learning_rate": 2e-3, "report_to": "none"}
+
+
+def stock_losses(rank: int, world_size: int, folder: str, steps: int, options: dict[str, Any]) -> list[float]:
+    """The loss of every step of the stock Trainer. With `bf16`, it computes under autocast and keeps fp32 weights."""
+    model = tiny_model(FAMILY)
+    args = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=MINI_BATCH,
+        save_strategy="no",
+        **{**_RUN, "max_steps": steps, **options},
+    )
+    trainer = _LossRecorder(
+        model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size), data_collator=padded
+    )
+    trainer.train()
+    return trainer.losses
+
+
+def hotspa_losses(rank: int, world_size: int, folder: str, steps: int, options: dict[str, Any]) -> list[float]:
+    """The same of `HotSPaTrainer`. With `bf16`, weights and activations of the strategies are bf16."""
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    losses = list[float]()
+
+    class Recorder(TrainerCallback):
+        def on_step_report(self, args: Any, state: Any, control: Any, report: Any, **kwargs: Any) -> None:
+            losses.append(report.loss)
+
+    model = tiny_model(FAMILY)
+    args = HotSPaTrainingArguments(
+        output_dir=folder,
+        hotspa_mini_batch_size=MINI_BATCH,
+        hotspa_report=False,
+        save_strategy="no",
+        **{**_RUN, "hotspa_strategies": THREE, "max_steps": steps, **options},
+    )
+    rows = dataset_rows(model.config.vocab_size)
+    trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, callbacks=[Recorder()])
+    trainer.train()
+    trainer.close_engine()
+    return losses
 
 
 def differences(found: list[float], expected: list[float]) -> tuple[float, float, float]:
@@ -26,27 +69,26 @@ def differences(found: list[float], expected: list[float]) -> tuple[float, float
 
 
 RUNS: dict[str, tuple[int, Any, dict[str, Any]]] = {
-    "stock, fp32": (1, stock_run, {}),
-    "stock, bf16 (autocast)": (1, stock_run, {"bf16": True}),
-    "hot-switched, fp32": (4, hotspa_run, {}),
-    "hot-switched, bf16": (4, hotspa_run, {"bf16": True}),
-    "hot-switched, bf16, gradients moved in bf16": (4, hotspa_run, {"bf16": True, "hotspa_grad_wire_dtype": "bf16"}),
+    "stock, fp32": (1, stock_losses, {}),
+    "stock, bf16 (autocast)": (1, stock_losses, {"bf16": True}),
+    "hot-switched, fp32": (4, hotspa_losses, {}),
+    "hot-switched, bf16": (4, hotspa_losses, {"bf16": True}),
+    "hot-switched, bf16, gradients moved in bf16": (4, hotspa_losses, {"bf16": True, "hotspa_grad_wire_dtype": "bf16"}),
     "hot-switched, bf16, gradients added up and moved in bf16": (
-        4, hotspa_run, {"bf16": True, "hotspa_grad_accum_dtype": "bf16"},
+        4,
+        hotspa_losses,
+        {"bf16": True, "hotspa_grad_accum_dtype": "bf16"},
     ),
-}  # fmt: skip
+}
 """Name -> ranks, function, options."""
 
 
 def curve(name: str, steps: int) -> list[float]:
     """The losses of one of `RUNS`."""
-    ranks, run, options = RUNS[name]
-    given = (THREE, steps) if run is hotspa_run else (steps, dataset_rows(163))
+    ranks, function, options = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
-        losses: list[float] = run_ranks(ranks, run, FAMILY, torch.float32, folder, *given, _RUN | options, timeout=900)[
-            0
-        ][0]
-    return losses
+        found: list[float] = run_ranks(ranks, function, folder, steps, options, timeout=900)[0]
+    return found
 
 
 def main() -> None:

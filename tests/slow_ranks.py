@@ -124,7 +124,7 @@ def watched_runs(
     """`said`: options of `said_to_take`."""
     results = []
     for folder, resume, options in runs:
-        with said_to_take(rank, slow, **said):
+        with said_to_take(rank, slow.__call__, **said):
             trainer = make_trainer(folder, world_size, **options)
             watch = Watch(trainer, here)
             trainer.add_callback(watch)

@@ -446,8 +446,12 @@ class MemoryModel:
             arena, switch = sums.arena_and_switch(packs, arena_bytes)
             states = sums.states(packs)
             states["master_weights"] -= less
-            counts = packs.in_flight, packs.held_tokens, packs.pack_tokens
-            stages.append(MemoryBreakdown(*states.values(), arena, activations, logits, switch, stage, *counts))
+            stages.append(
+                MemoryBreakdown(
+                    **states, arena=arena, switch=switch, activations=activations, logits=logits, stage=stage,
+                    in_flight=packs.in_flight, held_tokens=packs.held_tokens, pack_tokens=packs.pack_tokens,
+                )
+            )  # fmt: skip
         return stages
 
     def _once_bytes(self, pool: Iterable[Strategy]) -> float:

@@ -25,7 +25,6 @@ _GIB, _MIB = 1 << 30, 1 << 20
 _NEAREST = 0.08  # plans that are slower than the fastest by less, as a share, are not distinguished by a time model
 _COLUMNS = ["up to", "strategy", "pack", "rows", "packs", "compute s", "switch s"]
 _LINKS = ["seconds of switches", "links in nodes", "links between nodes"]
-_COMPARED = ("baselines", "rivals", "layouts", "written")  # fields of a plan: what it is compared with
 _LINK_KEYS = ("switch_seconds_in_nodes", "switch_seconds_between_nodes")
 WIDTH = 80  # columns of a terminal that printed text keeps to
 _LABEL = 54  # columns of these for the first column of the table of seconds
@@ -66,7 +65,10 @@ class Plan:
         choice = self.choice
         near, static = longer(choice.near), choice.static_seconds + more
         choice = replace(choice, seconds=choice.seconds + more, static_seconds=static, near=near)
-        return replace(self, choice=choice, **{name: longer(getattr(self, name)) for name in _COMPARED})
+        return replace(
+            self, choice=choice, baselines=longer(self.baselines), rivals=longer(self.rivals),
+            layouts=longer(self.layouts), written=longer(self.written),
+        )  # fmt: skip
 
     @cached_property
     def _others(self) -> list[tuple[float, Baseline | Rival]]:
@@ -250,7 +252,10 @@ class Plan:
             "answer": self.answer,
             "switching": self.switching,
             "copy": self.to_copy,
-            **{name: [each.to_dict() for each in getattr(self, name)] for name in _COMPARED},
+            "baselines": [baseline.to_dict() for baseline in self.baselines],
+            "rivals": [rival.to_dict() for rival in self.rivals],
+            "layouts": [layout.to_dict() for layout in self.layouts],
+            "written": [rival.to_dict() for rival in self.written],
             "near": [{"hotspa_strategies": str(near), "seconds": near.seconds} for near in choice.near],
             "gain": {"over": self._others[0][1].name if self._others else None, "factor": self.gain},
             "switching_gain": {"over": self.single[0], "factor": self.single[1] / choice.seconds},

@@ -14,9 +14,9 @@ from hf_hotspa.checkpoint.model_files import export, merge
 from hf_hotspa.errors import UnsupportedError
 from tests.families import tiny_model
 from tests.gloo.test_after_training import EQUAL
-from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
 from tests.lora import apart, check_saved, tiny_lora, trained
+from tests.moves import padded as _pad
 from tests.oracle import exact_in_double, random_rows, relative_error
 from tests.training_runs import MINI_BATCH, ROWS, contents, make_trainer, newest, train
 

@@ -14,8 +14,9 @@ from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.calibrations import made_calibration, save_calibration
 from tests.families import tiny_model
-from tests.gloo.test_trainer import COMMON, MINI_BATCH, STEPS, _pad, stock_run
+from tests.gloo.test_trainer import COMMON, MINI_BATCH, STEPS, stock_run
 from tests.harness import run_ranks
+from tests.moves import padded as _pad
 from tests.oracle import exact_in_double, random_rows, relative_error
 
 pytestmark = pytest.mark.gloo

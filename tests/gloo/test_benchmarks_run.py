@@ -339,3 +339,13 @@ def test_images(quick: Quick) -> None:
     tokens = {name: side["tokens"] for name, side in found["speed"]["sides"].items()}
     assert tokens["ours"] == tokens["TRL, rows alone"] < tokens["TRL, padded"]
     assert "times our seconds" in text
+
+
+@pytest.mark.slow
+def test_pipedream_loss(quick: Quick, tmp_path: Path) -> None:
+    found, _ = quick("pipedream_loss", "--svg", str(tmp_path / "curves.svg"))
+    assert (tmp_path / "curves.svg").read_text().count("<polyline") == len(found["sides"]) == 4
+    one, every, *asynchronous = found["sides"].values()  # with two stages, syncing delays the last
+    assert [side["updates"] for side in found["sides"].values()] == [2, 6, 6, 6]
+    assert len({side["losses"][0] for side in found["sides"].values()}) >= 3
+    assert every["idle"] == 0.5 > one["idle"] == asynchronous[0]["idle"]

@@ -4,6 +4,7 @@ and evenly again: exact, and seen by nothing but the next load."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -55,7 +56,11 @@ def counted() -> Iterator[list[int]]:
     calls = list[int]()
 
     def counting(plain: Any) -> Any:
-        return lambda *args, **kwargs: calls.append(1) or plain(*args, **kwargs)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return plain(*args, **kwargs)
+
+        return called
 
     with patch.multiple(dist, all_gather=counting(dist.all_gather), barrier=counting(dist.barrier)):
         yield calls
@@ -192,7 +197,7 @@ def refusals(rank: int, world_size: int) -> tuple[list[tuple[float, str]], list[
         with pytest.raises(DeviceMemoryError) as error:
             engine.recut(step_times, rank_times=of_ranks)
         with pytest.raises(DeviceMemoryError, match="given by hand"):
-            engine.recut(*others[1][:1], lambda _, rank=rank: said(rank), others[1][1])
+            engine.recut(*others[1][:1], partial(lambda of, _: said(of), rank), others[1][1])
         worst, _ = worst_error(engine, make_mini_batch(engine, rows), *reference)
         assert here(engine) == before
         engine.close()

@@ -7,8 +7,8 @@ import pytest
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.families import tiny_model
-from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
+from tests.moves import padded as _pad
 from tests.oracle import random_rows
 
 pytestmark = pytest.mark.gloo

@@ -11,9 +11,10 @@ from hf_hotspa.errors import ResumeError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
-from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, _pad, dataset_rows
+from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, dataset_rows
 from tests.harness import run_ranks
 from tests.lora import apart, check_saved, tiny_lora, trained
+from tests.moves import padded as _pad
 from tests.oracle import exact_in_double
 from tests.training_runs import contents, make_trainer, newest, one_run
 

@@ -17,8 +17,8 @@ from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo.test_resume import train_without_steps
-from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
+from tests.moves import padded as _pad
 from tests.oracle import exact_in_double, random_rows
 from tests.training_runs import STRATEGIES, contents, make_trainer, newest, one_run, same_bits, train, whole_state
 

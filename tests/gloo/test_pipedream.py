@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from hf_hotspa.features.pipedream.stage_updates import PipeDreamRunner
 from hf_hotspa.packing.pipeline_order import choose_passes
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
-from tests.gloo.test_benchmarks_run import run_quick
 from tests.gloo.test_preemption import evaluate_every
 from tests.gloo.test_resume import train_without_steps
 from tests.harness import run_ranks
@@ -284,13 +282,3 @@ def test_a_run_goes_on_on_another_number_of_ranks() -> None:
         first, *others = run_ranks(4, one_run, str(folder / "four"), checkpoint, options)
         assert list(first) == [4, 5]
         assert all(found == first for found in others)
-
-
-@pytest.mark.slow
-def test_pipedream_loss(tmp_path: Path) -> None:
-    found = run_quick("pipedream_loss", tmp_path / "out" / "pipedream.json", "--svg", str(tmp_path / "curves.svg"))
-    assert (tmp_path / "curves.svg").read_text().count("<polyline") == len(found["sides"]) == 4
-    one, every, *asynchronous = found["sides"].values()  # with two stages, syncing delays the last
-    assert [side["updates"] for side in found["sides"].values()] == [2, 6, 6, 6]
-    assert len({side["losses"][0] for side in found["sides"].values()}) >= 3
-    assert every["idle"] == 0.5 > one["idle"] == asynchronous[0]["idle"]

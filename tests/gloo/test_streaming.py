@@ -13,8 +13,8 @@ from hf_hotspa.errors import HotspaError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
-from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
+from tests.moves import padded as _pad
 from tests.oracle import random_rows, relative_error
 
 pytestmark = pytest.mark.gloo

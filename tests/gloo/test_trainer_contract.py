@@ -32,8 +32,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from tests.families import tiny_model
 from tests.gloo.test_evaluate import hot_trainer, make_rows
-from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
+from tests.moves import padded as _pad
 
 pytestmark = pytest.mark.gloo
 

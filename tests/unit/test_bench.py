@@ -13,7 +13,7 @@ import torch
 
 from hf_hotspa import cli
 from hf_hotspa.commands.bench import exactness, program
-from hf_hotspa.commands.bench.contestants import STOCK, padded
+from hf_hotspa.commands.bench.contestants import STOCK, padded, save_model
 from hf_hotspa.commands.bench.program import Bench, _Stopped, processes_of, size_of
 from hf_hotspa.commands.bench.workload import LengthFile, llama
 from hf_hotspa.commands.rank_world import SHARED_GPU, WorldError, run_world
@@ -219,7 +219,7 @@ def make_up(monkeypatch: pytest.MonkeyPatch, answer: Any, errors: dict[str, Any]
     def run(ranks: int, fn: Any, *args: Any, **options: Any) -> Any:
         if fn is exactness.run:
             return errors
-        if fn is program.save_model:
+        if fn is save_model:
             return 10
         if fn is program.measure:
             raise WorldError("rank 1 failed:\nRuntimeError: no links")

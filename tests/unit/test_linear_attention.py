@@ -18,7 +18,15 @@ from tests.tiny_families import tiny_model_of
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "qwen4_exp_text")
 
 
-def inputs(num_tokens: int, seed: int = 0) -> list[Tensor]:
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def part(given: Inputs, tokens: slice) -> Inputs:
+    query, key, value, decay, beta = (x[:, tokens] for x in given)
+    return query, key, value, decay, beta
+
+
+def inputs(num_tokens: int, seed: int = 0) -> Inputs:
     """Queries, keys, values, decays and betas in fp64; some decays are nearly none, and some nearly everything."""
     torch.manual_seed(seed)
     few, many = 2, 4  # heads
@@ -27,7 +35,8 @@ def inputs(num_tokens: int, seed: int = 0) -> list[Tensor]:
     ]
     decay = -(torch.rand(1, num_tokens, many, dtype=torch.float64) * 4).exp() + 1
     beta = torch.rand(1, num_tokens, many, dtype=torch.float64)
-    return [x.requires_grad_() for x in (*vectors, decay, beta)]
+    query, key, value, decay, beta = (x.requires_grad_() for x in (*vectors, decay, beta))
+    return query, key, value, decay, beta
 
 
 def one_by_one(
@@ -65,8 +74,8 @@ def test_all_sequences_at_once_are_one_token_after_the_other(lengths: tuple[int,
 def test_a_state_goes_on_in_the_next_row(cut: int) -> None:
     given = inputs(100, seed=1)
     whole, _ = delta_rule(*given, Sequences((100,)))
-    first, state = delta_rule(*(x[:, :cut] for x in given), Sequences((cut,), continues=True))
-    second, none = delta_rule(*(x[:, cut:] for x in given), Sequences((100 - cut,), state))
+    first, state = delta_rule(*part(given, slice(cut)), Sequences((cut,), continues=True))
+    second, none = delta_rule(*part(given, slice(cut, None)), Sequences((100 - cut,), state))
     assert state is not None
     assert none is None
     both = torch.cat([first, second], 1)
