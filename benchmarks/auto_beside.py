@@ -1,6 +1,6 @@
 """`auto` of two versions of this package, step by step in turn: `python benchmarks/auto_beside.py --before ../old/.venv/bin/python --seed 7`.
 
-`--before` is the interpreter of an environment where the other version is installed. The cells are those of `auto.py`. Both sides
+`--before` is the interpreter of an environment where the other version is installed. Cells as in `auto.py`. Both sides
 train the same rows with `auto` in the Trainer, a side at a time: one waits while the other starts or takes a step. When both have
 ended the race of their plans, or after `--raced` steps, they take `--repeats` further steps. Printed by cell: the median of the
 ratios of these steps, now by before, and the ratio of the seconds of all steps, the race included. Kept in `out/auto-beside-SEED.json`.

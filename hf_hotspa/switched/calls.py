@@ -459,6 +459,16 @@ class Window:
         return True
 
 
+def _documents_of(
+    window: Window, read: Callable[[Batch], list[Document]]
+) -> tuple[list[list[Document]], HotspaError | None]:
+    """The documents of announced batches; none of them after an error, which is returned."""
+    try:
+        return [read(batch) for batch in window.batches], None
+    except HotspaError as wrong:
+        return [[] for _ in window.batches], wrong
+
+
 @dataclass(eq=False)
 class Step(TrainedStep):
     """What each step of the optimizer begins anew."""
@@ -503,12 +513,7 @@ class Steps:
     def enrol(self, window: Window, read: Callable[[Batch], list[Document]], training: bool) -> None:
         """Adds the calls of an announced step. Collective. Raises `HotspaError`: on every rank: one cannot read a batch,
         or has announced another number."""
-        documents: list[list[Document]] = [[] for _ in window.batches]
-        error: HotspaError | None = None
-        try:
-            documents = [read(batch) for batch in window.batches]
-        except HotspaError as wrong:
-            error = wrong
+        documents, error = _documents_of(window, read)
         values = chain.from_iterable(facts_of(mine, window.num_items) for mine in documents)
         arrived = self.passes.exchange.facts([error is not None, len(documents), *values])
         if any(int(part[0]) or int(part[1]) != len(documents) for part in arrived):
