@@ -37,7 +37,7 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, MiniBatchPlan, Pack, 
 from hf_hotspa.packing.cuts import Piece
 from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.strategy import Bucket
+from hf_hotspa.strategy import Bucket, Strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +243,7 @@ class PackedBucketCollator:
             )
         check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
         self.quadratic_cost, self.policy, self.rules, self.table = quadratic_cost, policy, rules, table
+        self._replicas: dict[Strategy, int] = {}  # this rank's, by strategy
 
     def __call__(self, features: Sequence[Any]) -> MiniBatch:
         """Returns the mini-batch of some rows, with any `HotspaError`, for all ranks to raise.
@@ -272,7 +273,13 @@ class PackedBucketCollator:
 
     def packs_of(self, plan: MiniBatchPlan) -> tuple[tuple[Pack, ...], ...]:
         """Returns the packs of this rank for each phase."""
-        return tuple(phase.replicas[phase.bucket.strategy.coord(self.rank).dp] for phase in plan.phases)
+        mine = []
+        for phase in plan.phases:
+            strategy = phase.bucket.strategy
+            if strategy not in self._replicas:
+                self._replicas[strategy] = strategy.coord(self.rank).dp
+            mine.append(phase.replicas[self._replicas[strategy]])
+        return tuple(mine)
 
     def rows_of(self, plan: MiniBatchPlan) -> tuple[int, ...]:
         """Returns the dataset rows that this rank needs, each once, in order of use."""
@@ -295,7 +302,10 @@ class PackedBucketCollator:
                         if self.table is not None:
                             self._check_scan(self.table, read[row], row)
             for phase, packs in zip(plan.phases, of_phases, strict=True):
-                phases.append(PhaseBatch(phase.bucket, tuple(self._micro_batch(pack, read) for pack in packs)))
+                micro_batches = list[MicroBatch]()
+                for pack in packs:
+                    micro_batches.append(self._micro_batch(pack, read))
+                phases.append(PhaseBatch(phase.bucket, tuple(micro_batches)))
         except HotspaError as error:
             return MiniBatch(plan, tuple(PhaseBatch(phase.bucket, ()) for phase in plan.phases), error)
         return MiniBatch(plan, tuple(phases))
@@ -669,9 +679,13 @@ def with_masks(example: object, row: int) -> Any:
     `UnsupportedError`: a mask is not one number of 0 or 1 for each token, or the row has `label` and no `labels`."""
     if not isinstance(example, Mapping) or (ids := example.get("input_ids")) is None:
         return example
-    if any(example.get(name) is not None for name in LABEL_COLUMNS):
-        return example
-    masks = {name: value for name, value in example.items() if value is not None and is_loss_mask(name)}
+    for name in LABEL_COLUMNS:
+        if example.get(name) is not None:
+            return example
+    masks = dict[str, Any]()
+    for name, value in example.items():
+        if value is not None and is_loss_mask(name):
+            masks[name] = value
     if (label := example.get("label")) is not None:
         what = "one for each token" if np.ndim(label) else "one for the row"
         raise UnsupportedError(

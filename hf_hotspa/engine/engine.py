@@ -49,7 +49,7 @@ from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, check_mini_batch, hotspa_cause, packed_flags
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.wrapped_model import bare_model
-from hf_hotspa.report import PhaseMeasure, RankMeasures, StepReport
+from hf_hotspa.report import PhaseMeasure, PhaseReport, RankMeasures, StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_launch
 
 
@@ -337,8 +337,9 @@ class HotSPaEngine:
     ) -> tuple[float, list[PhaseMeasure]]:
         """Returns this rank's part of the loss and its measurements per phase; `loaded` already has its weights."""
         measures: list[PhaseMeasure] = []
-        loss, previous = 0.0, None
-        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
+        loss, previous, runners = 0.0, None, list[PhaseRunner]()
+        for index in order:
+            runners.append(self.phases[mini_batch.phases[index].bucket.strategy])
         for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
             if self._switching.worker is not None:  # its thread explains failures, too
@@ -388,10 +389,12 @@ class HotSPaEngine:
         updates, trained, here = self.updates, self.master.trained, set[str]()
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
         numbers = [loss, square, agreed - begin, float(peak_memory(self._groups.device)), float(stops)]
-        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
-        for runner, measured in zip(runners, measures, strict=True):
+        for index, measured in zip(order, measures, strict=True):
+            runner = self.phases[mini_batch.phases[index].bucket.strategy]
             for part in runner.parts:
-                here |= {slot.spec.name for parameter, slot in part.parameters if parameter in part.reached}
+                for parameter, slot in part.parameters:
+                    if parameter in part.reached:
+                        here.add(slot.spec.name)
             numbers += measured.values()
         if self.world_size > 1:
             reached = packed_flags(map(here.__contains__, trained))
@@ -409,9 +412,10 @@ class HotSPaEngine:
         if updates is None:
             self.master.reached |= here
             self.master.bind_gradients(self.master.reached)
-        plan, of_phases = mini_batch.plan, rows[:, 5:].view(self.world_size, len(order), -1)
-        by_phase = zip(runners, order, of_phases.unbind(1), strict=True)
-        reports = [runner.report(plan.phases[index], measured) for runner, index, measured in by_phase]
+        plan, reports = mini_batch.plan, list[PhaseReport]()
+        of_phases = rows[:, 5:].view(self.world_size, len(order), -1)
+        for index, measured in zip(order, of_phases.unbind(1), strict=True):
+            reports.append(self.phases[mini_batch.phases[index].bucket.strategy].report(plan.phases[index], measured))
         return StepReport(
             step=self._steps,
             loss=total_loss,

@@ -267,11 +267,9 @@ class MasterStore:
     def zero_gradients(self) -> None:
         """Begins a mini-batch."""
         self.reached = frozenset()
-        for gradient in self._own_gradients():
-            gradient.zero_()
-
-    def _own_gradients(self) -> list[Tensor]:
-        return [gradient for gradient in self.gradients if gradient is not None]
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.zero_()
 
     def bind_gradients(self, names: Collection[str] | None = None) -> None:
         """Sets `.grad` on these parameters, or on all (an optimizer's `zero_grad` may have dropped it). Removes it from
@@ -282,14 +280,19 @@ class MasterStore:
 
     def are_cleared(self, since: int) -> bool:
         """Whether gradients were zeroed, or one was removed, since `gradient_version` had this value."""
-        if any(self.parameters[name].grad is None for name in self._bound):
-            return True
-        return self.gradient_version != since and not any(bool(g.any()) for g in self._own_gradients())
+        for name in self._bound:
+            if self.parameters[name].grad is None:
+                return True
+        return self.gradient_version != since and not any(bool(g.any()) for g in self.gradients if g is not None)
 
     @property
     def gradient_version(self) -> int:
         """Grows with every change of a gradient."""
-        return sum(gradient._version for gradient in self._own_gradients())
+        version = 0
+        for gradient in self.gradients:
+            if gradient is not None:
+                version += gradient._version
+        return version
 
     def drop_gradients_of(self, names: Collection[str]) -> None:
         """Zeros and removes the gradients of some parameters."""
@@ -299,13 +302,17 @@ class MasterStore:
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradients, in fp64. Every element has one owner: rank sums add up exactly."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._own_gradients()]
+        norms = list[Tensor]()
+        for gradient in self.gradients:
+            if gradient is not None:
+                norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies all gradients, for clipping."""
-        for gradient in self._own_gradients():
-            gradient.mul_(factor)
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.mul_(factor)
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters with a non-finite gradient on this rank."""

@@ -437,7 +437,10 @@ def packed_attention(
         dropout if module.training else 0.0,
         not getattr(module, "is_causal", True),
     )
-    unsupported = [name for name, value in given.items() if isinstance(value, Tensor) and name not in _HARMLESS]
+    unsupported = []
+    for name, argument in given.items():
+        if isinstance(argument, Tensor) and name not in _HARMLESS:
+            unsupported.append(name)
     if unsupported:
         raise ModelError(f"{type(module).__name__} needs {unsupported}, which is not supported")
     hotspa_pack.num_calls += 1

@@ -147,7 +147,10 @@ class PackRunner:
 
     def chains(self, micro_batches: Sequence[MicroBatch]) -> Sequence[Sequence[Pack]]:
         """The packs in order, each as a chain of parts that run forward one after the other, and backward in reverse."""
-        return [[Pack(micro_batch, pack)] for pack, micro_batch in enumerate(micro_batches)]
+        chains = list[list[Pack]]()
+        for pack, micro_batch in enumerate(micro_batches):
+            chains.append([Pack(micro_batch, pack)])
+        return chains
 
     def run(
         self,

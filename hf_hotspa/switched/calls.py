@@ -321,7 +321,7 @@ class Call:
             self.labels.append(sum(of.labels[numbers.start : numbers.stop]))
         self.places, self.mask = list[tuple[int, slice]](), torch.zeros(self.shape, dtype=torch.bool)
         for document in documents:
-            self.places.append(document.place)
+            self.places.append((document.row, slice(document.begin, document.begin + len(document.ids))))
             self.mask[self.places[-1]] = torch.from_numpy(document.targets != IGNORED_LABEL)
         self.results, self.has, self.own = Results(), Wanted(fields=-1), 0.0
         self.head: tuple[float, Comparison | None] = 1.0, None

@@ -5,7 +5,6 @@ that follows. `Passes` drops these when something else runs or the weights chang
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
@@ -247,8 +246,12 @@ def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
 def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> tuple[int, ...]:
     """Returns the ranks of a replica that compute logits; with `writers` only shard rank 0, which writes what all
     shards have in common."""
-    coords = ((rank, strategy.coord(rank)) for rank in replica_ranks(strategy, replica))
-    return tuple(rank for rank, at in coords if at.pp == strategy.pp - 1 and not (writers and at.tp))
+    ranks = []
+    for rank in replica_ranks(strategy, replica):
+        coord = strategy.coord(rank)
+        if coord.pp == strategy.pp - 1 and not (writers and coord.tp):
+            ranks.append(rank)
+    return tuple(ranks)
 
 
 class Move(NamedTuple):
@@ -490,7 +493,7 @@ class Passes:
         evaluates = not (of_step or mode.training or store is not None)
         keeps = of_step and store is None and not wanted.auxiliary
         key = None if store is None else id(store), mode.training, mode.step
-        with self._running(mode):
+        try:
             plan, mini_batch = self.planned(documents, some, mode.step, evaluates)
             if self._scored is None or self._scored[0] != key:
                 self.let_go()
@@ -504,11 +507,18 @@ class Passes:
                 self.let_go()
             self.counts["scoring"] += 1
             return replace(self._collect(documents, plan, wanted), own=result.loss_sum)
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self.taping.tape = None
+            if mode.against is not None:
+                mode.against.end()
 
     def train(self, step: TrainedStep, some: Sequence[int], mode: Mode, wanted: Wanted, upstream: Upstream) -> Results:
         """Trains some documents of a step with upstream gradients; adds to its gradients. Collective."""
         documents, sends = step.documents, list[dist.Work]()
-        with self._running(mode):
+        try:
             plan, mini_batch = self.planned(documents, some, mode.step)
             if self._scored is not None and self._scored[0] != (None, mode.training, mode.step):
                 self.let_go()
@@ -537,12 +547,6 @@ class Passes:
             step.passes.append((plan, report))
             step.has_gradients, step.gradient_version = True, self.engine.master.gradient_version
             return replace(self._collect(documents, plan, wanted), own=report.loss)
-
-    @contextmanager
-    def _running(self, mode: Mode) -> Iterator[None]:
-        """Ends the pass that runs inside; after an error drops the step."""
-        try:
-            yield
         except BaseException:
             self._drop()
             raise
