@@ -123,8 +123,8 @@ MUTATIONS = [
     Mutation(
         "a rank runs the packs of another replica",
         "hf_hotspa/data/collator.py",
-        "phase.replicas[phase.bucket.strategy.coord(self.rank).dp] for",
-        "phase.replicas[phase.bucket.strategy.coord(self.rank).dp - 1] for",
+        "self._replicas[strategy] = strategy.coord(self.rank).dp",
+        "self._replicas[strategy] = (strategy.coord(self.rank).dp - 1) % strategy.dp",
         UNIT + "test_collator.py",
     ),
     Mutation(
@@ -630,7 +630,7 @@ MUTATIONS = [
         "hf_hotspa/parallel/agreement.py",
         "balance=balance_of(mini_batch, rank)",
         "balance=0",
-        "tests/gloo/test_same_on_all_ranks.py::test_a_difference_between_ranks_is_named",
+        "tests/gloo/test_same_on_all_ranks.py::test_rows_that_differ_within_a_replica_are_named",
     ),
     Mutation(
         "anybody's SIGTERM ends the workers of a loader",

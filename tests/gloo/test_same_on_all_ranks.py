@@ -4,6 +4,7 @@ One world of three ranks tries one difference after another: rank 1 is the odd o
 """
 
 import platform
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +12,14 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_hotspa import versions
-from hf_hotspa.errors import HotspaError
+from hf_hotspa.errors import DataError, HotspaError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import random_rows
-from tests.worlds import make_engine
+from tests.worlds import make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
 
@@ -171,6 +172,22 @@ def cropped(rank, world_size, folder):
 def test_rows_drawn_by_each_rank_are_fine(tmp_path):
     first, second = run_ranks(2, cropped, str(tmp_path))
     assert first == second
+
+
+def of_other_tokens(rank, world_size):
+    """Ranks of one replica are given rows of equal length and other tokens, by a loop without the Trainer."""
+    engine, ids = make_engine(tiny_model("llama_gqa_bias"), "tp2:64"), [3, 4, 5, 6 + rank]
+    mini_batch = replace(make_mini_batch(engine, [{"input_ids": ids, "labels": ids}]), content="")  # of no stream
+    with pytest.raises(DataError) as caught:
+        engine.forward_backward(mini_batch)
+    engine.close()
+    return str(caught.value)
+
+
+def test_rows_that_differ_within_a_replica_are_named():
+    first, second = run_ranks(2, of_other_tokens)
+    assert first == second
+    assert "strategy tp2, replica 0" in first
 
 
 def other_releases(rank, world_size, folder):
