@@ -32,7 +32,7 @@ def train(name: str, folder: Path) -> None:
     seconds, plans, settled = list[float](), list[str](), list[int]()
 
     def wait() -> None:
-        while rank == 0 and (folder / "turn").read_text() != name:
+        while (folder / "turn").read_text() != name:
             time.sleep(0.002)
 
     def hand_over() -> None:
@@ -40,8 +40,7 @@ def train(name: str, folder: Path) -> None:
             (folder / f"turn-{name}").write_text(other)
             os.replace(folder / f"turn-{name}", folder / "turn")
 
-    while (folder / "turn").read_text() != name:
-        time.sleep(0.01)
+    wait()
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -51,7 +50,7 @@ def train(name: str, folder: Path) -> None:
         begin = 0.0
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if seconds:
+            if rank == 0:
                 wait()
             torch.distributed.barrier()
             self.begin = time.perf_counter()
@@ -93,7 +92,7 @@ def train(name: str, folder: Path) -> None:
         (folder / f"seconds-{name}").write_text(json.dumps(seconds))
         (folder / f"plans-{name}").write_text(json.dumps(plans))
         (folder / f"ended-{name}").touch()
-        (folder / "turn").write_text(other)
+        hand_over()
 
 
 def run_cell(pythons: dict[str, Path], ranks: int, cell: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -117,19 +116,25 @@ def run_cell(pythons: dict[str, Path], ranks: int, cell: dict[str, Any], options
         )
         (folder / "turn").write_text(SIDES[0])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        running = [
-            subprocess.Popen(
-                [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__, "--side", name, made],
-                env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            )
-            for name, python in pythons.items()
-        ]  # fmt: skip
-        for process in running:
-            _, errors = process.communicate()
-            if process.returncode:
-                for each in running:
-                    each.kill()
-                return {"error": errors.strip().splitlines()[-40:]}
+        running = {}
+        for name, python in pythons.items():
+            command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            with (folder / f"errors-{name}").open("w") as errors:
+                running[name] = subprocess.Popen(
+                    [*command, __file__, "--side", name, made],
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
+        while any(process.poll() != 0 for process in running.values()):
+            failed = [name for name, process in running.items() if process.poll()]
+            if failed:  # the other one would wait for its turn for ever
+                for process in running.values():
+                    process.terminate()
+                    process.wait()
+                lines = (folder / f"errors-{failed[0]}").read_text().strip().splitlines()
+                return {"error": lines[-40:] or [f"the side {failed[0]!r} ended with {running[failed[0]].returncode}"]}
+            time.sleep(0.1)
         settled = {name: (folder / f"settled-{name}-0").read_text() for name in SIDES}
         found = {name: json.loads((folder / f"seconds-{name}").read_text()) for name in SIDES}
         plans = {name: json.loads((folder / f"plans-{name}").read_text()) for name in SIDES}

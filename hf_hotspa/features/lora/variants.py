@@ -36,10 +36,9 @@ class Dora:
         """[..., out]: the layer's output, from its input [..., in], cast for the adapter, and the base's output."""
         layer: Any = base_layer(module)
         a, b, dropout = (of[active_adapter] for of in (module.lora_A, module.lora_B, module.lora_dropout))
-        scaling, packed = module.scaling[active_adapter], getattr(layer, "hotspa_product", None)
+        scaling = module.scaling[active_adapter]
         with torch.no_grad():
-            weight = layer.weight.to(x.dtype) if packed is None else packed.weight(x.dtype)  # of the shard
-            norm = self._norm(weight, (b.weight @ a.weight).to(x.dtype), scaling, 1)
+            norm = self._norm(_plain_weight(layer, x.dtype), (b.weight @ a.weight).to(x.dtype), scaling, 1)
         scale = module.lora_magnitude_vector[active_adapter].weight / norm
         if isinstance(dropout, nn.Identity) or not module.training:
             # the sum over shards comes before the bias
@@ -86,6 +85,14 @@ def put_dora(module: Any, name: str) -> None:
         module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
     module.lora_magnitude_vector[name] = layer
     module.lora_variant[name] = DoraOfEmbedding() if is_table else Dora()
+
+
+def _plain_weight(layer: Any, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of a linear layer, or of its shard, in a dtype; of a packed one, made for the call. A layer whose
+    rows move between devices has a product, too, and its weight as usual."""
+    made = getattr(getattr(layer, "hotspa_product", None), "weight", None)
+    weight: Tensor = layer.weight.to(dtype) if made is None else made(dtype)
+    return weight
 
 
 def use_shards(replica: Replica, description: ModelDescription) -> None:
