@@ -1,66 +1,64 @@
 """What the engine is compared with: the plain Hugging Face model, one unpacked sequence at a time, in one process."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-_WITH_DTYPE = (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.sum, torch.Tensor.sum, torch.zeros_like)
-_PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__)
-_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
-_CASTS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type)
-_LOOKED_AT = frozenset((*_CASTS, *_WITH_DTYPE, *_PRODUCTS, *_BACKWARDS))
+_WITH_DTYPE = ((Tensor, "softmax"), (Tensor, "sum"), (torch, "softmax"), (torch, "sum"), (torch, "zeros_like"))
+_PRODUCTS = ("matmul", "__matmul__")
+_CASTS = ("float", "to", "type")
 
 
-class _KeepDouble(TorchFunctionMode):
-    """Turns the casts of fp64 tensors to fp32, which stock norms, softmax and loss make, into no-ops."""
+def _cast(real: Any, name: str) -> Any:
+    def cast(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype is torch.float64:
+            asked = args[0] if len(args) == 1 else kwargs.get("dtype")
+            if name == "float" or asked is torch.float32:
+                return self
+        return real(self, *args, **kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _LOOKED_AT:  # nearly all: every operation and attribute of a tensor comes here
-            return func(*args, **kwargs)
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            if func in _CASTS and args[1:] == (torch.float32,):
-                return args[0]
-            if kwargs.get("dtype") is torch.float32:
-                if func is torch.Tensor.to:
-                    return args[0]
-                if func in _WITH_DTYPE:
-                    kwargs = {**kwargs, "dtype": torch.float64}
-        if func in _PRODUCTS and len({t.dtype for t in args[:2]}) == 2:
-            args = tuple(t.double() for t in args[:2])  # `a.float() @ b.float()` of which one is kept in fp64
-        if func in _BACKWARDS:
-            return self._backward(*args, **kwargs)
-        return func(*args, **kwargs)
+    return cast
 
-    @staticmethod
-    def _backward(tensors: Any, gradient: Any = None, *rest: Any, grad_tensors: Any = None, **kwargs: Any) -> None:
-        """Layers may be recomputed in a backward, and a mode is off while it handles a call: the engine is called here."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = gradient if gradient is not None else grad_tensors
-        gradients = [given] if given is None or isinstance(given, Tensor) else list(given)
-        ones = [torch.ones_like(t) if g is None else g for t, g in zip(tensors, gradients, strict=True)]
-        with _KeepDouble():
-            _engine_run_backward(
-                tuple(tensors), tuple(ones), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+
+def _with_dtype(real: Any) -> Any:
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dtype") is torch.float32 and args and args[0].dtype is torch.float64:
+            kwargs["dtype"] = torch.float64
+        return real(*args, **kwargs)
+
+    return reduced
+
+
+def _product(real: Any) -> Any:
+    def product(self: Tensor, other: Tensor) -> Any:
+        if self.dtype is not other.dtype:  # `a.float() @ b.float()` of which one is kept in fp64
+            self, other = self.double(), other.double()
+        return real(self, other)
+
+    return product
 
 
 @contextmanager
 def exact_in_double(dtype: torch.dtype) -> Iterator[None]:
-    """In fp64, keeps stock models from casting down; the same patch on both sides of a comparison. Else nothing."""
-    if dtype != torch.float64:
+    """In fp64, turns the casts of fp64 tensors to fp32, which stock norms, softmax and loss make, into no-ops; the same on
+    both sides of a comparison. Else nothing. Functions are replaced: a `TorchFunctionMode` sees each operation and
+    attribute, which takes longer than the operations of tiny models."""
+    if dtype != torch.float64 or "to" in vars(Tensor):
         yield
         return
-    with _KeepDouble():
+    with ExitStack() as stack:
+        for place, name, new in (
+            *((Tensor, name, _cast(getattr(Tensor, name), name)) for name in _CASTS),
+            *((Tensor, name, _product(getattr(Tensor, name))) for name in _PRODUCTS),
+            *((place, name, _with_dtype(getattr(place, name))) for place, name in _WITH_DTYPE),
+        ):
+            stack.enter_context(patch.object(place, name, new))
         yield
 
 

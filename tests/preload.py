@@ -14,6 +14,8 @@ from tests.contract.layers import ROOT, module_of
 FEATURES = [module_of(str(path.relative_to(ROOT))) for path in sorted(ROOT.glob("hf_hotspa/features/*/*.py"))]
 MODULES = (
     "transformers.trainer",
+    "trl",
+    "sentence_transformers",
     "hf_hotspa.trainer.trainer",
     "hf_hotspa.calibrate.model_calibration",
     "tests.families",
