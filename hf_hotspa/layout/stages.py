@@ -49,9 +49,10 @@ class StageCosts:
 
         The dynamic programme of Narayanan et al. (SOSP'19, section 3.1) for stages of one rank each: `A(j,
         m) = min over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, with C_i
-        the cost of sending the hidden state after layer i. Ties: the smallest sum of squared stage costs, then the
-        earliest cut points. Each stage gets at least one layer. A stage's cost is multiplied by its relative step time.
-        Raises `StrategyError`: more stages than layers.
+        the cost of sending the hidden state after layer i. Ties of an `A(j, m)`: the smallest sum of squared stage
+        costs, then the earliest cut points; the sum of all stages is not always the smallest. Each stage gets at least
+        one layer. A stage's cost is multiplied by its relative step time. Raises `StrategyError`: more stages than
+        layers.
         """
         if not 1 <= num_stages <= len(self.layers):
             fix = f"use pp between 1 and {len(self.layers)}"

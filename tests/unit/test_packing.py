@@ -54,8 +54,14 @@ def test_every_sequence_once_and_within_capacity(case):
     assert replicas == pack_sequences(tuple(lengths), capacity=capacity, dp=dp, pp=pp, quadratic_cost=quadratic_cost)
     if len(lengths) >= dp:  # nobody idles while somebody could be given work
         assert all(replicas)
-    # the bound of longest-processing-time-first: no replica carries more than its share and one pack
     load = loads(replicas, lengths, quadratic_cost)
+    # longest processing time first: a replica had the least to do when it was given its last, cheapest pack
+    for total, packs_of_one in zip(load, replicas, strict=True):
+        assert (
+            total - min(loads([[pack] for pack in packs_of_one], lengths, quadratic_cost), default=0.0)
+            <= min(load) + 1e-6
+        )
+    # so that none carries more than its share and one pack
     largest = max((loads([[pack]], lengths, quadratic_cost)[0] for pack in packs), default=0.0)
     assert max(load) <= sum(load) / dp + largest + 1e-6
 
