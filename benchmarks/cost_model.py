@@ -283,7 +283,6 @@ def compare(options: argparse.Namespace, name: str, cases: list[Case]) -> dict[s
     return {
         "model": name,
         "calibration": calibration.to_dict(),
-        "time_model": time_model.to_dict(),
         "rows": rows,
         "summary": summary,
         "memory": memory,

@@ -64,10 +64,11 @@ def layer_seconds(model: Any, lengths: Sequence[int], rounds: int) -> dict[str, 
     """By side the CPU seconds of forward and backward of one layer of linear attention, as transformers has it and ours."""
     import torch
 
-    from hf_hotspa.features.isolation.isolation import mix_packed, mixes_packed
+    from hf_hotspa.features.isolation.isolation import mix_packed
+    from hf_hotspa.model.model_kind import is_linear_attention
     from hf_hotspa.parallel.attention import PackedSequences
 
-    net: Any = next(module for module in model.modules() if mixes_packed(module))
+    net: Any = next(module for module in model.modules() if is_linear_attention(module))
     hidden, alone = torch.randn(1, sum(lengths), net.hidden_size, requires_grad=True), net.forward
     mix_packed(net)
     borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
@@ -89,7 +90,7 @@ def run_sides(rank: int, world_size: int, options: argparse.Namespace, lengths: 
     from hf_hotspa.commands.bench.workload import make_rows
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.engine.engine import HotSPaEngine
-    from hf_hotspa.features.isolation import isolation
+    from hf_hotspa.model import model_kind
     from hf_hotspa.model.options import EngineOptions
     from hf_hotspa.strategy import Bucket, Strategy
 
@@ -98,8 +99,8 @@ def run_sides(rank: int, world_size: int, options: argparse.Namespace, lengths: 
     rows = [row | {"labels": row["input_ids"]} for row in make_rows(lengths, VOCABULARY, seed=1)]
     engines = {}
     for side in SIDES:
-        known = isolation.mixes_packed if side == SIDES[0] else lambda module: False
-        with patch.object(isolation, "mixes_packed", known):
+        known = model_kind.is_linear_attention if side == SIDES[0] else lambda module: False
+        with patch.object(model_kind, "is_linear_attention", known):
             engines[side] = HotSPaEngine(make_model(options.family, options.hidden), [bucket], EngineOptions())
     found: dict[str, Any] = {side: {"seconds": [], "loss": 0.0} for side in SIDES}
     for turn in range(options.rounds + 1):

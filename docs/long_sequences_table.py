@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from hf_hotspa.costs.memory import PLANNED_SHARE, MemoryModel, MemoryOptions, most_within
+from hf_hotspa.costs.memory import PLANNED_SHARE, MemoryModel, MemoryOptions, Rising
 from hf_hotspa.costs.model_config import load_model
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.features.lora.terms import Adapter
@@ -78,7 +78,7 @@ def longest(config: dict[str, object], gib: int, lora: str | None) -> list[int]:
     shape = model.shape
     width = shape.num_key_value_heads * shape.attention_size // shape.num_attention_heads
     chunked[1] = min(chunked[1], HOST_BYTES // (12 * width * shape.num_layers))
-    return [most_within(stock, limit, MOST), most(Strategy(rc=1)), *chunked]
+    return [Rising(stock, MOST).most_within(limit), most(Strategy(rc=1)), *chunked]
 
 
 def table() -> str:

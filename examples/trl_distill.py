@@ -22,7 +22,7 @@ from hf_hotspa.trl import DistillationConfig, DistillationTrainer  # from trl im
 
 DEFAULTS = {
     "learning_rate": 1e-2, "max_steps": 15, "max_completion_length": 24, "beta": 0.5,
-    "output_dir": "out/trl_distill", "logging_steps": 3, "save_strategy": "no",
+    "output_dir": "out/trl_distill", "logging_steps": 3, "logging_first_step": True, "save_strategy": "no",
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from hf_hotspa.trl import GRPOConfig, GRPOTrainer  # from trl import GRPOConfig,
 
 DEFAULTS = {
     "learning_rate": 1e-2, "max_steps": 15, "max_completion_length": 24,
-    "output_dir": "out/trl_grpo", "logging_steps": 3, "save_strategy": "no",
+    "output_dir": "out/trl_grpo", "logging_steps": 3, "logging_first_step": True, "save_strategy": "no",
 }  # fmt: skip
 
 

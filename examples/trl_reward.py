@@ -25,6 +25,7 @@ DEFAULTS = {
     "max_steps": 12,
     "output_dir": "out/trl_reward",
     "logging_steps": 3,
+    "logging_first_step": True,
     "save_strategy": "no",
 }
 

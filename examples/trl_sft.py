@@ -23,7 +23,7 @@ from hf_hotspa.trl import SFTConfig, SFTTrainer  # from trl import SFTConfig, SF
 
 DEFAULTS = {
     "dataset_name": str(CHATS), "assistant_only_loss": True, "max_length": 1024, "learning_rate": 1e-2, "max_steps": 20,
-    "output_dir": "out/trl_sft", "logging_steps": 5, "save_strategy": "no",
+    "output_dir": "out/trl_sft", "logging_steps": 5, "logging_first_step": True, "save_strategy": "no",
 }  # fmt: skip
 
 

@@ -124,7 +124,9 @@ def stored_tensors(
 def library_layers(model: nn.Module, package: str, kind: str) -> Iterator[tuple[str, Any]]:
     """The modules of a library's class by name, if they have its forward."""
     cls = getattr(sys.modules.get(package), kind, None)  # an object of a package that was never imported does not exist
-    for name, module in model.named_modules() if cls is not None else ():
+    if cls is None:
+        return
+    for name, module in model.named_modules():
         if isinstance(module, cls) and type(module).forward is cls.forward:
             yield name, module
 

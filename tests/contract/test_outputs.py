@@ -63,6 +63,12 @@ def test_the_table_of_what_fits_is_current(method: str) -> None:
     assert f"{MEMORY['BEGIN']}{MEMORY['shown'](rows)}{MEMORY['END']}" in MEMORY["PAGE"].read_text()
 
 
+def test_the_table_of_longest_sequences_is_current() -> None:
+    longest = runpy.run_path(str(ROOT / "docs" / "long_sequences_table.py"))
+    shown = longest["BEGIN"] + longest["table"]() + longest["END"]
+    assert shown in longest["PAGE"].read_text(), "run: python docs/long_sequences_table.py"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_output_without_a_command(page: Path) -> None:
     text = page.read_text()

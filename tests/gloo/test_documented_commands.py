@@ -7,6 +7,7 @@ short by arguments (`made_short`), and are slow tests. A command that is neither
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ _STRATEGIES = " --hotspa_strategies dp4:512@1024,dp2tp2:1024 --hotspa_overlong t
 
 def made_short(command: str, folder: Path) -> str | None:
     """The command as it is run: with less to do, and with its files in a folder. None for one that nobody knows."""
-    out = f"--output_dir {folder / 'out'}"
+    out = f"--output_dir {folder / 'trained'}"
     if command in (
         "pip install .",
         "pip install '.[train]'",
@@ -129,18 +130,20 @@ def test_a_command_that_measures_nothing(command, workplace, monkeypatch, capsys
 def test_a_command_made_short(command, workplace):
     line = made_short(command, workplace)
     assert line is not None, f"say in made_short how {command!r} is run, or mark its block '# needs GPUs'"
+    for left in ("trained", "clone"):  # by the command before
+        shutil.rmtree(workplace / left, ignore_errors=True)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment |= {"HF_HOTSPA_CACHE": str(workplace / "cache"), "HF_HOME": str(workplace / "cache")}
     done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     if "max_steps 2" in line:
-        run = read_run_log(workplace / "out")
+        run = read_run_log(workplace / "trained")
         assert len(run.steps) == 2
         assert run.facts.world_size == (2 if re.search(r"processes 2\b", line) else 4)
     if command == "make train":  # with the strategies and flags of the Makefile
         assert done.stdout.startswith("starting 4 processes of examples/demo.py")
         assert "equal to what was trained: True" in done.stdout
-        assert [panel.name for panel in all_panels(run) if not panel.points] == ["race"]  # too few steps for one
+        assert {panel.name for panel in all_panels(run) if not panel.points} <= {"race"}  # too few steps for one
 
 
 def test_every_command_is_known(tmp_path):
