@@ -4,6 +4,7 @@
 train the same rows with `auto` in the Trainer, a side at a time: one waits while the other starts or takes a step. When both have
 ended the race of their plans, or after `--raced` steps, they take `--repeats` further steps. Printed by cell: the median of the
 ratios of these steps, now by before, and the ratio of the seconds of all steps, the race included. Kept in `out/auto-beside-SEED.json`.
+With this version's own interpreter the ratios show the noise.
 """
 
 import argparse
@@ -51,6 +52,8 @@ def train(name: str, folder: Path) -> None:
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if rank == 0:
+                if seconds:  # what follows a step, and the rows of this one, took this side's turn
+                    hand_over()
                 wait()
             torch.distributed.barrier()
             self.begin = time.perf_counter()
@@ -66,9 +69,8 @@ def train(name: str, folder: Path) -> None:
             seconds.append(time.perf_counter() - self.begin)
             theirs = folder / f"settled-{other}-{rank}"
             if settled and theirs.exists():
-                last = max(settled[0], int(theirs.read_text().split(maxsplit=1)[0])) + cell["repeats"]
+                last = max(settled[0], int(theirs.read_text().split(maxsplit=1)[0])) + cell["repeats"] + 1
                 control.should_training_stop = len(seconds) >= last
-            hand_over()
 
     def arguments(limit: int | None) -> Any:
         return HotSPaTrainingArguments(
@@ -153,9 +155,10 @@ def table(results: dict[str, Any], repeats: int) -> str:
             lines.append(f"| {name} | {cell['error'][-1]} ||||")
             continue
         now, before = cell["now"], cell["before"]
-        after.append(median(a / b for a, b in zip(now[-repeats:], before[-repeats:], strict=True)))
+        compared = slice(-repeats - 1, -1)  # one side ends beside the other's last step
+        after.append(median(a / b for a, b in zip(now[compared], before[compared], strict=True)))
         whole.append(sum(now[1:]) / sum(before[1:]))  # the first step holds the search
-        lines.append(f"| {name} | {len(now)} | {median(before[-repeats:]):.3f} | {after[-1]:.3f} | {whole[-1]:.3f} |")
+        lines.append(f"| {name} | {len(now)} | {median(before[compared]):.3f} | {after[-1]:.3f} | {whole[-1]:.3f} |")
     if after:
         lines.append(
             f"\n{len(after)} cells: geometric mean after the races {geometric_mean(after):.3f} ({min(after):.2f} to {max(after):.2f}), "
