@@ -34,9 +34,7 @@ class Script:
 def parse() -> Any:
     parser = HfArgumentParser((Script, HotSPaTrainingArguments))  # type: ignore[arg-type]
     is_own = any(word.partition("=")[0] == "--model" for word in sys.argv)
-    parser.set_defaults(
-        output_dir="out/chat_lora", logging_steps=5, logging_first_step=True, **(OWN if is_own else SMALL)
-    )
+    parser.set_defaults(output_dir="out/chat_lora", logging_steps=5, logging_first_step=True, **(OWN if is_own else SMALL))  # fmt: skip
     return parser.parse_args_into_dataclasses()
 
 

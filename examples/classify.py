@@ -33,9 +33,7 @@ def main() -> None:
     parser = HfArgumentParser(TrainingArguments)
     parser.add_argument("--model")
     parser.add_argument("--dataset")
-    parser.set_defaults(
-        output_dir="out/classify", learning_rate=1e-3, max_steps=24, logging_steps=3, logging_first_step=True
-    )
+    parser.set_defaults(output_dir="out/classify", learning_rate=1e-3, max_steps=24, logging_steps=3, logging_first_step=True)  # fmt: skip
     training, given = parser.parse_args_into_dataclasses()
     data = load_dataset(given.dataset) if given.dataset else texts().train_test_split(0.25, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(given.model) if given.model else small_tokenizer()

@@ -40,9 +40,7 @@ def main() -> None:
     parser = HfArgumentParser(SentenceTransformerTrainingArguments)
     parser.add_argument("--model")
     parser.add_argument("--dataset")
-    parser.set_defaults(
-        output_dir="out/embed", learning_rate=1e-4, max_steps=24, logging_steps=3, logging_first_step=True
-    )
+    parser.set_defaults(output_dir="out/embed", learning_rate=1e-4, max_steps=24, logging_steps=3, logging_first_step=True)  # fmt: skip
     training, given = parser.parse_args_into_dataclasses()
     model = SentenceTransformer(given.model) if given.model else small_embedder(training)
     data = load_dataset(given.dataset, split="train") if given.dataset else pairs()

@@ -40,12 +40,7 @@ def small_rows() -> Any:
 
 def main() -> None:
     parser = HfArgumentParser((Script, HotSPaTrainingArguments))  # type: ignore[arg-type]
-    parser.set_defaults(
-        output_dir="out/long_context",
-        logging_steps=2,
-        logging_first_step=True,
-        **({} if "--model" in sys.argv else SMALL),
-    )
+    parser.set_defaults(output_dir="out/long_context", logging_steps=2, logging_first_step=True, **({} if "--model" in sys.argv else SMALL))  # fmt: skip
     script, args = parser.parse_args_into_dataclasses()
     tokenizer = AutoTokenizer.from_pretrained(script.model) if script.model else small_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(script.model) if script.model else small_model(tokenizer, 4096)

@@ -21,12 +21,8 @@ from hf_hotspa.data.prepare import load_source
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 DEFAULTS = {
-    "max_steps": 20,
-    "learning_rate": 1e-2,
-    "logging_steps": 5,
-    "logging_first_step": True,
-    "hotspa_mini_batch_size": 40,
-}
+    "max_steps": 20, "learning_rate": 1e-2, "logging_steps": 5, "logging_first_step": True, "hotspa_mini_batch_size": 40,
+}  # fmt: skip
 
 
 @dataclass

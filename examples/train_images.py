@@ -14,14 +14,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from hf_hotspa.trl import SFTConfig, SFTTrainer  # from trl import SFTConfig, SFTTrainer
 
-DEFAULTS = {
-    "learning_rate": 3e-3,
-    "max_steps": 20,
-    "output_dir": "out/images",
-    "logging_steps": 2,
-    "logging_first_step": True,
-    "max_length": None,
-}
+DEFAULTS = {"learning_rate": 3e-3, "max_steps": 20, "output_dir": "out/images", "logging_steps": 2, "logging_first_step": True, "max_length": None}  # fmt: skip
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

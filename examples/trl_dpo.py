@@ -23,10 +23,8 @@ DEFAULTS = {
     "learning_rate": 1e-3,
     "max_steps": 12,
     "output_dir": "out/trl_dpo",
-    "logging_steps": 3,
-    "logging_first_step": True,
-    "save_strategy": "no",
-}
+    "logging_steps": 3, "logging_first_step": True, "save_strategy": "no",
+}  # fmt: skip
 
 
 def pairs(number: int = 96) -> Dataset:

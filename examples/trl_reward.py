@@ -24,10 +24,8 @@ DEFAULTS = {
     "learning_rate": 1e-3,
     "max_steps": 12,
     "output_dir": "out/trl_reward",
-    "logging_steps": 3,
-    "logging_first_step": True,
-    "save_strategy": "no",
-}
+    "logging_steps": 3, "logging_first_step": True, "save_strategy": "no",
+}  # fmt: skip
 
 
 def main() -> None:
