@@ -87,7 +87,8 @@ def test_the_script_that_comes_from_trl(tmp_path):
 def test_a_script_gets_better(script, better, tmp_path):
     change, run = trained(script, tmp_path)
     assert change / better > 1
-    assert strategies_of(run) == {"dp2+rc", "tp2+rc"}  # TRL's default; of QLoRA `prepare_model_for_kbit_training` asks for it
+    # recomputation is TRL's default; for QLoRA `prepare_model_for_kbit_training` asks for it
+    assert strategies_of(run) == {"dp2+rc", "tp2+rc"}
 
 
 def test_a_few_long_rows_run_context_parallel(tmp_path):
