@@ -49,7 +49,7 @@ def exact_in_double(dtype: torch.dtype) -> Iterator[None]:
     """In fp64, turns the casts of fp64 tensors to fp32, which stock norms, softmax and loss make, into no-ops; the same on
     both sides of a comparison. Else nothing. Functions are replaced: a `TorchFunctionMode` sees each operation and
     attribute, which takes longer than the operations of tiny models."""
-    if dtype != torch.float64 or "to" in vars(Tensor):
+    if dtype != torch.float64 or "to" in vars(Tensor):  # inside of another one the functions are replaced already
         yield
         return
     with ExitStack() as stack:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.contract.layers import ROOT
+
 SCRIPTS = sorted(path for folder in ("benchmarks", "docs", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -16,11 +17,13 @@ SCRIPTS = sorted(path for folder in ("benchmarks", "docs", "examples") for path 
 def test_names_of_the_package_exist(script: Path) -> None:
     nodes, modules, missing = list(ast.walk(ast.parse(script.read_text()))), {}, list[str]()
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hf_hotspa":
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "hf_hotspa":
+            package = import_module(node.module)
             for name in node.names:
-                with suppress(ImportError):  # loads a module that is named
-                    import_module(f"{node.module}.{name.name}")
-                found = getattr(import_module(node.module or ""), name.name, missing)
+                if not hasattr(package, name.name):  # it may be a module
+                    with suppress(ImportError):
+                        import_module(f"{node.module}.{name.name}")
+                found = getattr(package, name.name, missing)
                 if found is missing:
                     missing.append(f"line {node.lineno}: {node.module}.{name.name}")
                 if ismodule(found):

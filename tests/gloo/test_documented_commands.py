@@ -143,7 +143,7 @@ def test_a_command_made_short(command, workplace):
     if command == "make train":  # with the strategies and flags of the Makefile
         assert done.stdout.startswith("starting 4 processes of examples/demo.py")
         assert "equal to what was trained: True" in done.stdout
-        assert {panel.name for panel in all_panels(run) if not panel.points} <= {"race"}  # too few steps for one
+        assert all(panel.points for panel in all_panels(run))  # a race, if there was none, has no panel
 
 
 def test_every_command_is_known(tmp_path):

@@ -57,10 +57,8 @@ def test_every_sequence_once_and_within_capacity(case):
     load = loads(replicas, lengths, quadratic_cost)
     # longest processing time first: a replica had the least to do when it was given its last, cheapest pack
     for total, packs_of_one in zip(load, replicas, strict=True):
-        assert (
-            total - min(loads([[pack] for pack in packs_of_one], lengths, quadratic_cost), default=0.0)
-            <= min(load) + 1e-6
-        )
+        last = min(loads([[pack] for pack in packs_of_one], lengths, quadratic_cost), default=0.0)
+        assert total - last <= min(load) + 1e-6
     # so that none carries more than its share and one pack
     largest = max((loads([[pack]], lengths, quadratic_cost)[0] for pack in packs), default=0.0)
     assert max(load) <= sum(load) / dp + largest + 1e-6
